@@ -52,9 +52,9 @@ def padded_drafts(num_rows: int, max_batch: int) -> int:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Whether decode forwards of this model can be captured: it is whole, or the memory of GPUs carries its parts
-    (layers/tensor_group.py)."""
-    return model.group.size == 1 or model.group.memory is not None
+    """Whether decode forwards of this model can be captured: it has fused forms, and it is whole, or the memory of GPUs
+    carries its parts (layers/tensor_group.py)."""
+    return model.has_fused_forms and (model.group.size == 1 or model.group.memory is not None)
 
 
 class _Captured(NamedTuple):

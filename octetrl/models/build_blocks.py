@@ -122,11 +122,12 @@ class LayerBuilder:
 
     def _block(self, index: int, place: str, layout: BlockLayout) -> Block:
         linears = {linear.name: linear for linear in layout.adaptable(self.spec)}
-        make = partial(self._linear, f"layers.{index}.{place}", linears)
-        builder = BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, make, self.group)
-        return build_block(builder, layout)
+        return build_block(self.block_builder(index, partial(self.linear, f"layers.{index}.{place}", linears)), layout)
 
-    def _linear(self, block: str, linears: Mapping[str, LinearLayout], name: str) -> Projection:
+    def block_builder(self, index: int, linear: Callable[[str], Projection]) -> BlockBuilder:
+        return BlockBuilder(self.spec, index, self.policy, self.dtype, self.device, linear, self.group)
+
+    def linear(self, block: str, linears: Mapping[str, LinearLayout], name: str) -> Projection:
         layout = linears[name]
         common: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         fp8: dict[str, Any] = {

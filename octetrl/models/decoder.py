@@ -102,6 +102,7 @@ class Decoder(nn.Module):
 
     probe: Probe | None = None  # for sites outside of the layers, and the residual stream between them
     is_scalar = False  # whether the head is `score.weight` (models/scalar_decoder.py)
+    has_fused_forms = True  # whether its layers have forms for a GPU besides the modules
 
     def __init__(
         self,

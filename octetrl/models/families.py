@@ -13,12 +13,14 @@ Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from octetrl.config.schema import Implementation
 from octetrl.config.shipped import way_to_make
 from octetrl.models.attention_config import latent_fields, latent_layout, window_fields, windows, with_windows
 from octetrl.models.blocks.attention.layout import AttentionLayout
@@ -49,10 +51,12 @@ OWNERS = {  # on the hub, by how the names of their models begin
 }  # fmt: skip
 
 
-def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
+def load_spec(
+    folder: str | Path, *, scalar: bool = False, implementation: Implementation = "auto"
+) -> ModelSpec:
     """The spec of a model folder: config.json, with the end-of-text tokens of generation_config.json if any.
 
-    `scalar`: a *ForSequenceClassification is accepted too. UserError: no folder, no config.json, not JSON, or a model
+    `scalar`: a *ForSequenceClassification is accepted too. `implementation`: as model.implementation. UserError: no folder, no config.json, not JSON, or a model
     that is not supported.
     """
     folder = Path(folder)
@@ -67,7 +71,7 @@ def load_spec(folder: str | Path, *, scalar: bool = False) -> ModelSpec:
         )
     config = read_json(path)
     try:
-        spec = spec_from_config(config.values_by_key, scalar=scalar)
+        spec = spec_from_config(config.values_by_key, scalar=scalar, implementation=implementation)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     generation = folder / "generation_config.json"
@@ -132,10 +136,22 @@ def load_critic_spec(folder: str | Path, policy: ModelSpec, context_length: int)
     return spec
 
 
-def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> ModelSpec:
+def spec_from_config(
+    content: Mapping[str, Any], *, scalar: bool = False, implementation: Implementation = "auto"
+) -> ModelSpec:
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
     config = JsonObject(content)
     family = _family(config, scalar)
+    if implementation == "transformers" or (family is None and implementation == "auto" and not scalar):
+        from octetrl.models.transformers_shape import transformers_spec  # imports torch and transformers' models
+
+        return transformers_spec(content)
+    if family is None:
+        given = (config.texts("architectures") or [f"model_type {config.text('model_type')!r}"])[0]
+        raise UserError(
+            f"unsupported architecture {given}; supported are {', '.join(BY_ARCHITECTURE)}; docs/models.md says why"
+            " others are not"
+        )
     _refuse_what_we_lack(config, family)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden_size = config.integer("hidden_size", most=MOST_WIDTH)
@@ -195,6 +211,8 @@ def spec_from_config(content: Mapping[str, Any], *, scalar: bool = False) -> Mod
 
 def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False) -> dict[str, Any]:
     """The config.json of an export, for transformers 4 and 5. `spec_from_config` inverts it."""
+    if spec.hf_config is not None:
+        return {**json.loads(spec.hf_config), "eos_token_id": _eos_field(spec), "torch_dtype": dtype, "dtype": dtype}
     family = FAMILIES[spec.family]
     config: dict[str, Any] = {
         "architectures": [family.architecture.replace(CAUSAL, SCALAR) if scalar else family.architecture],
@@ -250,7 +268,8 @@ def _eos_field(spec: ModelSpec) -> int | list[int] | None:
     return spec.eos_token_ids[0] if len(spec.eos_token_ids) == 1 else list(spec.eos_token_ids)
 
 
-def _family(config: JsonObject, scalar: bool) -> Family:
+def _family(config: JsonObject, scalar: bool) -> Family | None:
+    """None: no family of ours."""
     architectures, model_type = config.texts("architectures"), config.text("model_type")
     for architecture in architectures:
         architecture = architecture.replace(SCALAR, CAUSAL) if scalar else architecture
@@ -258,11 +277,7 @@ def _family(config: JsonObject, scalar: bool) -> Family:
             return BY_ARCHITECTURE[architecture]
     if not architectures and model_type in FAMILIES:
         return FAMILIES[model_type]
-    given = architectures[0] if architectures else f"model_type {model_type!r}"
-    raise UserError(
-        f"unsupported architecture {given}; supported are {', '.join(BY_ARCHITECTURE)}; docs/models.md says why others"
-        " are not"
-    )
+    return None
 
 
 def _refuse_what_we_lack(config: JsonObject, family: Family) -> None:

@@ -113,10 +113,11 @@ def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and our view of every A and B, and of a scalar head."""
     layouts = dict(adaptable(model.spec))
     for name, adapter in model.adapters():
-        _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj
-        submodule = layouts[name].submodule
+        _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj, or as in a checkpoint
+        in_layer = f"{THEIR_MODULES[module]}." if model.spec.hf_config is None else ""
+        submodule = f"{in_layer}{layouts[name].submodule}"
         for expert, part, a_RK, b_nR in adapter.matrices():
-            theirs = f"{PREFIX}.model.layers.{layer}.{THEIR_MODULES[module]}.{submodule}{expert}{part.name}"
+            theirs = f"{PREFIX}.model.layers.{layer}.{submodule}{expert}{part.name}"
             yield f"{theirs}.lora_A.weight", a_RK
             yield f"{theirs}.lora_B.weight", b_nR
     if model.is_scalar:

@@ -13,6 +13,7 @@ from torch import nn
 
 from octetrl.layers.weight_memory import Loading, filling
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
+from octetrl.shapes.blocks import VectorLayout
 from octetrl.shapes.spec import ModelSpec
 
 EMBEDDING_STD = 0.02
@@ -23,11 +24,17 @@ def draw_weights(model: nn.Module, seed: int, spec: ModelSpec, loading: Loading 
     """Fills all parameters but adapters in place, or the rows of `loading`. `seed`: any integer. A part of a model gets
     its rows of the whole."""
     cut, fill = cut_rows_of(spec), filling(model, loading)
+    starts = {
+        f"{block}.{tensor.name}": tensor.starts_at
+        for block, layout in spec.named_blocks()
+        for tensor in layout.tensors(spec)
+        if isinstance(tensor, VectorLayout) and tensor.starts_at is not None
+    }
     for name, parameter in model.named_parameters():
         if ".lora." in name:
             continue
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            parameter.fill_(starts.get(name, 0.0 if name.endswith("bias") else 1.0))
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

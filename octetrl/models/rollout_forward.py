@@ -24,7 +24,8 @@ from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder
 
 def can_fuse(model: Decoder) -> bool:
     """Whether a GPU can run the fused rollout of this model: it is in BF16, and no FP8 linear is emulated."""
-    return model.dtype == torch.bfloat16 and all(linear.backend in ON_GPU for _, linear in model.float8_linears())
+    fits = model.has_fused_forms and model.dtype == torch.bfloat16
+    return fits and all(linear.backend in ON_GPU for _, linear in model.float8_linears())
 
 
 @torch.no_grad()

@@ -52,6 +52,10 @@ def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[FilePiece]:
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
+            if block.is_whole_layer:
+                for tensor in block.tensors(spec):
+                    yield from _pieces_of(tensor, theirs, f"{ours}.{tensor.name}")
+                continue
             yield FilePiece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
             for tensor in block.tensors(spec):
                 module = f"{theirs}.{block.hf_name or place.hf_name}"

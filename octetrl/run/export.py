@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.decoder import Decoder
+from octetrl.models.decoder_class import decoder_class
 from octetrl.models.families import SCALAR, load_spec
 from octetrl.models.hf_weights import load_weights, refuse_ragged, save_from_shards, save_weights, save_weights_fp8
 from octetrl.models.peft_adapters import (
@@ -142,7 +143,7 @@ def _whole_model(folder: Path) -> Decoder:
     spec = load_spec(folder)
     dtypes = {header.dtype for header in checked_headers(folder, spec).values()}
     dtype = torch.float32 if "F32" in dtypes and "BF16" not in dtypes else torch.bfloat16
-    model = Decoder(spec, full_precision(spec), "train", dtype=dtype)
+    model = decoder_class(spec)(spec, full_precision(spec), "train", dtype=dtype)
     load_weights(model, folder)
     return model
 
@@ -165,7 +166,7 @@ def merged_model(folder: Path) -> Decoder:
     if is_scalar:
         model: Decoder = ScalarDecoder(spec, full_precision(spec), dtype=dtype, lora=lora)
     else:
-        model = Decoder(spec, full_precision(spec), "train", dtype=dtype, lora=lora)
+        model = decoder_class(spec)(spec, full_precision(spec), "train", dtype=dtype, lora=lora)
     load_weights(model, base, new_head=True)
     load_adapter(model, folder)
     merge_adapters(model)

@@ -160,12 +160,14 @@ class MatrixLayout:
 class VectorLayout:
     """A vector parameter, such as a norm's weight. It has the same name in the block and in a checkpoint.
 
-    If `has_gradient` is false, it is always float32, and the optimizer does not update it.
+    If `has_gradient` is false, it is always float32, and the optimizer does not update it. `starts_at`: its values in
+    a new model; None: 0 for a bias, otherwise 1.
     """
 
     name: str
     size: int
     has_gradient: bool = True
+    starts_at: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -259,6 +261,10 @@ class BlockLayout(ABC):
 
     sites: ClassVar[tuple[str, ...]]
     """Points inside the block that `octetrl doctor` can compare, in forward order. Linears have their own names."""
+
+    is_whole_layer: ClassVar[bool] = False
+    """Whether it describes a layer whole, with norms and residuals of its own and the checkpoint's names. The layer's
+    second place then has no tensors (models/transformers_layout.py)."""
 
     can_be_cut: ClassVar[bool] = False
     """Whether tensor-parallel workers can share it: `tensors` and `cached` then also describe a part of a model."""

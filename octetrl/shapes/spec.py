@@ -35,6 +35,8 @@ class ModelSpec(ModelSizes):
     """The shape of a model; or, with `tensor`, of the part that one of several tensor-parallel workers has (`cut`)."""
 
     blocks: tuple[LayerBlocks, ...]  # those of layers 0, 1, ...; all further layers have the last entry's blocks
+    hf_config: str | None = None  # the config.json of a model that transformers' modules compute; None: our blocks do
+    logit_scale: float = 1.0  # a power of two that the last hidden states are multiplied by before lm_head
 
     def cut(self, tensor: TensorCut) -> ModelSpec:
         """The part of one tensor-parallel worker. `why_not_cut` says which models cannot be cut."""
@@ -67,7 +69,7 @@ class ModelSpec(ModelSizes):
         """Yield the blocks of all layers with their names, such as `layers.3.mlp`, in order."""
         for layer in range(self.num_layers):
             for place, block in zip(PLACES, self.blocks_of(layer), strict=True):
-                yield f"layers.{layer}.{place.name}", block
+                yield f"layers.{layer}" if block.is_whole_layer else f"layers.{layer}.{place.name}", block
 
     @property
     def distinct_blocks(self) -> tuple[BlockLayout, ...]:
@@ -141,7 +143,8 @@ class ModelSpec(ModelSizes):
     @property
     def num_parameters(self) -> int:
         in_blocks = sum(
-            self.hidden_size + sum(tensor.num_parameters for tensor in block.tensors(self))
+            sum(tensor.num_parameters for tensor in block.tensors(self))
+            + (0 if block.is_whole_layer else self.hidden_size)
             for _, block in self.named_blocks()
         )
         embeddings = self.vocab_rows * self.hidden_size * (1 if self.tied_embeddings else 2)

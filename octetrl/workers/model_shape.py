@@ -40,6 +40,6 @@ def preset_of_missing(recipe: Recipe) -> str | None:
 
 def _spec(recipe: Recipe, *, scalar: bool) -> ModelSpec:
     if recipe.model.preset is not None:
-        return spec_from_config(preset_config(recipe.model.preset))
+        return spec_from_config(preset_config(recipe.model.preset), implementation=recipe.model.implementation)
     assert recipe.model.path is not None, "validated: a pretrained model has a path"
-    return load_spec(recipe.model.path, scalar=scalar)
+    return load_spec(recipe.model.path, scalar=scalar, implementation=recipe.model.implementation)

@@ -29,6 +29,7 @@ from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.policy import PrecisionPolicy, Side, precision_policy
 from octetrl.layers.weight_memory import LoadCount, Loading
 from octetrl.models.decoder import Decoder
+from octetrl.models.decoder_class import decoder_class
 from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, take_published_codes
 from octetrl.models.published_codes import takes_published_codes
@@ -126,7 +127,7 @@ class ModelBuilder:
         load_shared(model, self.peers, load, self.count)
 
     def _model(self, side: Side, device: torch.device, *, fp8_weights: bool = True) -> Decoder:
-        return Decoder(
+        return decoder_class(self.spec)(
             self.spec,
             self.policy,
             side,
@@ -183,7 +184,8 @@ def load_teacher(
             raise UserError(f"its vocabulary of {spec.vocab_size} is smaller than the tokenizer's {len(tokenizer)}")
         dtype: torch.dtype = getattr(torch, recipe.model.dtype)
         policy = teacher_policy(recipe, spec)
-        model = Decoder(spec, policy, "train", dtype=dtype, device=device, backend=backend, fp8_weights=False)
+        new = decoder_class(spec)
+        model = new(spec, policy, "train", dtype=dtype, device=device, backend=backend, fp8_weights=False)
         load_shared(model, peers, lambda model, rows: load_weights(model, folder, loading=rows), count)
     except UserError as error:
         raise UserError(f"algorithm.teacher: {error}") from None

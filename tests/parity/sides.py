@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from octetrl.fp8.policy import precision_policy
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.layers.weight_memory import filling
 from octetrl.models.decoder import Decoder
+from octetrl.models.decoder_class import decoder_class
 from octetrl.models.hf_weights import load_weights
 from octetrl.models.rollout_forward import can_fuse, rollout_forward
 from octetrl.models.tensor_rows import cut_rows_of
@@ -90,14 +92,15 @@ class Sides:
         self.spec, self.device = spec, torch.device(device)
         self.policy = precision_policy(spec, (PRECISIONS | ONE_TENSOR)[precision])
         backend = choose_backend(device, mx=self.policy.mx)
-        self.trainer_model = Decoder(spec, self.policy, "train", device=device, backend=backend, lora=lora)
+        new = decoder_class(spec)
+        self.trainer_model = new(spec, self.policy, "train", device=device, backend=backend, lora=lora)
         if folder is None:
             draw_weights(self.trainer_model, seed)
         else:
             load_weights(self.trainer_model, folder)
         if lora is not None:
             self.trainer_model.train_adapters_alone()
-        self.engine_model = Decoder(spec, self.policy, "rollout", device="meta", backend=backend, lora=lora)
+        self.engine_model = new(spec, self.policy, "rollout", device="meta", backend=backend, lora=lora)
         share_weights(self.engine_model, self.trainer_model)
         put_weights(self.engine_model, weight_set(self.trainer_model, 0))
         self.scales: KVScales | None = None
@@ -220,9 +223,9 @@ class Pages:
             max_query_len=max(lengths),
             max_context_len=max(ends),
         )
-        run = rollout_forward if device.type == "cuda" and can_fuse(model) else Decoder.forward
+        run = partial(rollout_forward, model) if device.type == "cuda" and can_fuse(model) else model
         hidden_TE = run(
-            model, torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context
+            torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context
         )
         return list(hidden_TE.split([*lengths, idle])[:-1])
 

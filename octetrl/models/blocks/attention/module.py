@@ -40,11 +40,14 @@ class Attention(Block):
         self.num_heads, self.num_kv_heads, self.head_size = spec.num_heads, spec.num_kv_heads, spec.head_size
         self.softmax_scale = spec.head_size**-0.5
         self.window = window
-        self.qkv_proj = builder.linear("qkv_proj")
-        self.o_proj = builder.linear("o_proj")
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if spec.qk_norm:
+        self.add_projections(builder)
+
+    def add_projections(self, builder: BlockBuilder) -> None:
+        self.qkv_proj = builder.linear("qkv_proj")
+        self.o_proj = builder.linear("o_proj")
+        if builder.spec.qk_norm:
             self.q_norm, self.k_norm = builder.head_norm(), builder.head_norm()
 
     def rotation(self, cos_SR: Tensor, sin_SR: Tensor, positions_T: Tensor | None = None) -> Rotation:
@@ -62,22 +65,28 @@ class Attention(Block):
         q_THD, k_TKD, v_TKD = qkv_THD.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = rope(q_THD, *rotary), rope(k_TKD, *rotary)
+        if self.probe is not None:
+            self.probe(self.layer, "qkv_proj", qkv_THD.flatten(1))
+        out_THD = self.attend(rope(q_THD, *rotary), rope(k_TKD, *rotary), v_TKD, context)
+        out_TE: Tensor = self.o_proj(out_THD.flatten(1))
+        if self.probe is not None:
+            self.probe(self.layer, "o_proj", out_TE)
+        return out_TE
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> Tensor:
+        """Attention's output [T, H, D] from Q and K after RoPE, and V."""
         if isinstance(context, PackedContext):
             out_THD = self._attend_packed(q_THD, k_TKD, v_TKD, context)
         else:
             out_THD = self._attend_paged(q_THD, k_TKD, v_TKD, context)
-        out_TE: Tensor = self.o_proj(out_THD.flatten(1))
         if self.probe is not None:
             k_cached_TKD, v_cached_TKD = self._as_cached(k_TKD, v_TKD, context)
-            self.probe(self.layer, "qkv_proj", qkv_THD.flatten(1))
             self.probe(self.layer, "rotated q", q_THD)
             self.probe(self.layer, "rotated k", k_TKD)
             self.probe(self.layer, "k as cached", k_cached_TKD)
             self.probe(self.layer, "v as cached", v_cached_TKD)
             self.probe(self.layer, "attention out", out_THD)
-            self.probe(self.layer, "o_proj", out_TE)
-        return out_TE
+        return out_THD
 
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
         if context.kv_amax_LS is not None:

@@ -1,0 +1,207 @@
+"""A decoder whose layers are transformers' own modules, with our linears, attention, KV cache and heads.
+
+For dense models that have no blocks here (models/families.py). The modules are transformers', built without weights
+(models/transformers_shape.py); then
+
+    nn.Linear         becomes a Linear or a Float8Linear of the policy, with its adapter
+    nn.Embedding      becomes ours, whose gradient has one order of sums; one that scales stays
+    attention         is ours, packed for the trainer and on pages for the engine, with the cache's formats
+    the rest          norms, RoPE, activations, residuals: as transformers has them, in eager mode
+
+So both sides of a run compute the same ops. On a CPU a token's bits do not depend on the other tokens of a forward for
+the families that tests/parity/test_transformers.py lists. No family is promised on a GPU, where the modules run one by
+one, without fused forms and captured graphs. Dropout is off.
+
+T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octetrl.config.schema import LoraConfig
+from octetrl.fp8.backends import BackendName
+from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.layers.context import Context
+from octetrl.layers.embedding import Embedding, LmHead
+from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
+from octetrl.models.blocks.block import BlockBuilder
+from octetrl.models.build_blocks import FusedAttention, LayerBuilder
+from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, DecoderLayer, RunLayer
+from octetrl.models.transformers_shape import ATTEND, CHILDREN, build_modules
+from octetrl.shapes.blocks import PLACES
+from octetrl.shapes.spec import ModelSpec
+
+
+class TransformersDecoder(Decoder):
+    """As `Decoder`, for a spec with `hf_config`. Parameters have the names of a checkpoint: `layers.3.mlp.up_proj.weight`."""
+
+    has_fused_forms = False
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        policy: PrecisionPolicy,
+        side: Side,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        backend: BackendName = "emulated",
+        lora: LoraConfig | None = None,
+        group: TensorGroup = ONE_WORKER,
+        fp8_weights: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
+        self.lora, self.group, self.cut = lora, group, None
+        self._without_gradient = frozenset()
+        assert spec.hf_config is not None and group.size == 1, "validated: a whole model of transformers"
+        base = build_modules(json.loads(spec.hf_config)).base_model
+        scales = type(base.embed_tokens) is not nn.Embedding
+        made = partial(Embedding, spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.embedding = base.embed_tokens if scales else made()
+        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group, fp8_weights)
+        layers = [_build_layer(index, layer, builder) for index, layer in enumerate(base.layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = base.norm
+        for name, child in base.named_children():  # without parameters, such as RoPE's table
+            if name not in CHILDREN:
+                self.add_module(name, child)
+        head = partial(LmHead, spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.lm_head = None if spec.tied_embeddings else head()
+        _materialise(self, dtype, device)
+        for module in self.modules():
+            own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+            module._buffers.update({name: buffer.to(device) for name, buffer in own.items()})
+        base.layers = nn.ModuleList(_Caller(self, layer) for layer in layers)
+        self.__dict__["base"] = base  # not registered: its layers, embedding and norm are registered above
+        self.__dict__["running"] = None
+
+    def forward(
+        self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
+    ) -> Tensor:
+        hidden_TE: Tensor = self.embedding(token_ids_T)
+        if self.probe is not None:
+            self.probe(None, EMBEDDING_SITE, hidden_TE)
+        with self._running(context, run_layer):
+            found = self.base(inputs_embeds=hidden_TE[None], position_ids=positions_T[None], use_cache=False)
+        normed_TE: Tensor = found.last_hidden_state[0]
+        if self.probe is not None:
+            self.probe(None, FINAL_NORM_SITE, normed_TE)
+        return normed_TE if self.spec.logit_scale == 1 else normed_TE * self.spec.logit_scale
+
+    @contextmanager
+    def _running(self, context: Context, run_layer: RunLayer | None) -> Iterator[None]:
+        self.__dict__["running"] = (context, run_layer)
+        try:
+            yield
+        finally:
+            self.__dict__["running"] = None
+
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
+        """None: the layers have no halves."""
+        return iter(())
+
+
+class _Call(NamedTuple):
+    """What transformers' model passes to a layer besides the hidden states."""
+
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
+class TransformersLayer(nn.Module):
+    """A layer of transformers under the name and with the arguments of ours. Its parameters are the layer's own."""
+
+    def __init__(self, index: int, layer: nn.Module, attention: TransformersAttention) -> None:
+        super().__init__()
+        shared = {name: layer.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
+        self.__dict__.update(shared, index=index, attention=attention, layer=layer, returns_tuple=False)
+
+    def forward(self, hidden_TE: Tensor, call: _Call, context: Context) -> Tensor:
+        with self.attention.in_context(context):
+            found = self.layer(hidden_TE[None], *call.args, **call.options)
+        self.__dict__["returns_tuple"] = isinstance(found, tuple)
+        behind_TE: Tensor = (found[0] if isinstance(found, tuple) else found)[0]
+        return behind_TE
+
+    def train(self, mode: bool = True) -> TransformersLayer:
+        """Stays in evaluation: rollout and training compute the same, so there is no dropout."""
+        return self
+
+
+class _Caller(nn.Module):
+    """Stands where transformers' model has a layer, and runs ours as the trainer asks (activation checkpointing)."""
+
+    def __init__(self, model: TransformersDecoder, layer: TransformersLayer) -> None:
+        super().__init__()
+        self.__dict__.update(model=model, layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model reads of a layer, such as its `attention_type`."""
+        return getattr(self.__dict__["layer"].layer, name)
+
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        model, layer = self.__dict__["model"], self.__dict__["layer"]
+        context, run_layer = model.running
+        run = layer if run_layer is None else partial(run_layer, layer)
+        behind_TE: Tensor = run(hidden[0], _Call(args, options), context)
+        if model.probe is not None:
+            model.probe(layer.index, PLACES[-1].residual_site, behind_TE)
+        return (behind_TE[None],) if layer.returns_tuple else behind_TE[None]
+
+
+class TransformersAttention(FusedAttention):
+    """Our attention on the Q, K and V that transformers' module made. It has no parameters."""
+
+    context: Context | None = None
+
+    def add_projections(self, builder: BlockBuilder) -> None:
+        """None: they are the module's."""
+
+    @contextmanager
+    def in_context(self, context: Context) -> Iterator[None]:
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = None
+
+    def for_transformers(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]
+    ) -> Tensor:
+        """query [1, H, T, D], key and value [1, K, T, D], as transformers has them. Returns [1, T, H, D]."""
+        assert self.context is not None, "attention outside of a forward"
+        given = options.get("scaling")
+        self.softmax_scale = float(module.scaling if given is None else given)
+        self.window = options.get("sliding_window")
+        q_THD, k_TKD, v_TKD = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+        return self.attend(q_THD, k_TKD, v_TKD, self.context)[None]
+
+
+def _build_layer(index: int, layer: nn.Module, builder: LayerBuilder) -> TransformersLayer:
+    """Our linears and attention in a layer of transformers."""
+    linears = {one.name: one for one in builder.spec.blocks_of(index).attention.adaptable(builder.spec)}
+    for name in linears:
+        parent, _, own = name.rpartition(".")
+        setattr(layer.get_submodule(parent), own, builder.linear(f"layers.{index}", linears, name))
+    attention = TransformersAttention(builder.block_builder(index, partial(builder.linear, "", linears)))
+    for module in layer.modules():
+        module.__dict__[ATTEND] = attention.for_transformers
+    layer.add_module("octetrl_attention", attention)
+    return TransformersLayer(index, layer, attention)
+
+
+def _materialise(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Memory for the parameters that are still on the meta device."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
