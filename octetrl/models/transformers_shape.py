@@ -189,6 +189,9 @@ def _attention_of(base: Any) -> list[_Seen]:
 def _tensors(layer: nn.Module) -> tuple[TensorLayout, ...]:
     """The parameters of a layer, in the order of its modules."""
     found: dict[str, TensorLayout] = {}
+    saved = layer.state_dict().keys() - {name for name, _ in layer.named_parameters()}
+    if saved:
+        raise UserError(f"its files have {min(saved)}, which is no parameter")
     for name, parameter in layer.named_parameters():
         module_name, _, own = name.rpartition(".")
         module = layer.get_submodule(module_name)

@@ -1,0 +1,142 @@
+"""Transformers' modules in our decoder: their logits and gradients, their files, and what can't run here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from octetrl.config.schema import Fp8Config, LoraConfig
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.decoder_class import decoder_class
+from octetrl.models.families import load_spec, spec_from_config
+from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
+from octetrl.models.transformers_decoder import TransformersDecoder
+from octetrl.system.errors import UserError
+from octetrl.trainer.activation_checkpoint import layer_runner
+from tests.transformers_families import FAMILIES, config_of
+from tests.unit.models.tiny_families import hf_logits, packed
+
+LENGTHS = [12, 1, 40]  # longer than the windows
+
+
+@torch.no_grad()
+def their_model(family: str, **changes: Any) -> Any:
+    """Everything is drawn, also what transformers begins with constants."""
+    content = config_of(family, **changes)
+    config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        start = 1.0 if parameter.dim() == 1 and not name.endswith("bias") else 0.0
+        parameter.normal_(start, 0.2, generator=generator)
+    return model
+
+
+def ours_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> TransformersDecoder:
+    spec = load_spec(folder, implementation="transformers")
+    policy = precision_policy(spec, Fp8Config())
+    model = decoder_class(spec)(spec, policy, "train", dtype=dtype, **options)
+    load_weights(model, folder)
+    assert isinstance(model, TransformersDecoder)
+    return model
+
+
+def relative_error(ours: Tensor | None, theirs: Tensor | None) -> float:
+    assert ours is not None and theirs is not None
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_gradients_and_files_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    theirs = their_model(family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = ours_of(tmp_path / "theirs")
+    token_ids_T, positions_T, context = packed(LENGTHS)
+    hidden_TE = ours(token_ids_T, positions_T, context, layer_runner(ours, "layer", 1))
+    want_TV = hf_logits(theirs, token_ids_T, LENGTHS)
+    assert relative_error(ours.logits(hidden_TE), want_TV) < 1e-5
+
+    targets_T = token_ids_T.roll(-1)
+    ours.logprobs(hidden_TE, targets_T, chunk=50)[0].mean().backward()
+    torch.log_softmax(want_TV, -1).gather(1, targets_T[:, None]).mean().backward()
+    named = {"embedding.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    of_theirs = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        wanted = of_theirs[named.get(name, f"model.{name}")].grad
+        assert relative_error(parameter.grad, wanted) < 1e-4, name
+
+    save_weights(ours, tmp_path / "export", max_shard_bytes=40_000)
+    assert ours_of(tmp_path / "export").spec.blocks == ours.spec.blocks
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    held = again.state_dict()
+    assert all(torch.equal(held[key], tensor) for key, tensor in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_adapters_change_what_they_are_asked_to(targets: tuple[str, ...] | None, tmp_path: Path) -> None:
+    their_model("olmo3").save_pretrained(tmp_path)
+    lora = LoraConfig(rank=4, targets=targets)
+    ours = ours_of(tmp_path, lora=lora)
+    ours.train_adapters_alone()
+    adapted = [name for name, _ in ours.adapters()]
+    assert len(adapted) == 2 * (7 if targets is None else 2) and "layers.1.mlp.down_proj" in adapted
+    token_ids_T, positions_T, context = packed(LENGTHS)
+    before_TE = ours(token_ids_T, positions_T, context).detach()
+    for _, adapter in ours.adapters():
+        adapter.b.data.normal_(generator=torch.Generator().manual_seed(2))
+    hidden_TE = ours(token_ids_T, positions_T, context)
+    assert not torch.equal(hidden_TE, before_TE)
+    hidden_TE.sum().backward()
+    assert {name for name, one in ours.named_parameters() if one.grad is not None} == {
+        name for name, _ in ours.trained_parameters()
+    }
+
+
+def test_an_fp8_export_has_codes_of_the_linears(tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
+    their_model("olmo3", **wide).save_pretrained(tmp_path / "theirs")
+    ours = ours_of(tmp_path / "theirs", torch.bfloat16)
+    save_weights_fp8(ours, tmp_path / "fp8")
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    codes = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert len(codes) == 2 * 7 and all(f"{name}_scale_inv" in stored for name in codes)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (config_of("olmo2", model_type="gpt_oss", num_local_experts=4), "s_aux|without weights|experts"),
+    (config_of("olmo2", model_type="gemma2"), "softcapping"),
+    (config_of("olmo3", model_type="mamba2"), "modules are|can't build"),
+    (config_of("olmo2", model_type="qwen3_5_text", num_hidden_layers=4), "layer 0 has no attention"),
+    (config_of("granite", logits_scaling=6.0), "powers of two"),
+    (config_of("olmo2", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+    (config_of("olmo2", head_dim=24, hidden_size=96), "head size is 24"),
+    (config_of("olmo2", model_type="starcoder2"), "last norm"),
+    (config_of("olmo2", model_type="apertus", rope_parameters=None), "is no parameter"),
+    (config_of("olmo2", quantization_config={"quant_method": "gptq"}), "quantised"),
+    ({"architectures": ["MyForCausalLM"], "model_type": "mine"}, "model_type 'mine'"),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_run_is_refused_in_one_line(content: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told) as refusal:
+        spec_from_config(content, implementation="transformers")
+    assert "\n" not in str(refusal.value)
+
+
+def test_families_with_blocks_keep_them_unless_asked(tmp_path: Path) -> None:
+    content = config_of("olmo2", model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    assert spec_from_config(content).hf_config is None
+    assert spec_from_config(content, implementation="transformers").hf_config is not None
+    with pytest.raises(UserError, match="Olmo2ForCausalLM"):
+        spec_from_config(config_of("olmo2", architectures=["Olmo2ForCausalLM"]), implementation="octetrl")
+    (tmp_path / "config.json").write_text(json.dumps(config_of("olmo2")))
+    assert load_spec(tmp_path).hf_config is not None
