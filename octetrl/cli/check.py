@@ -290,7 +290,8 @@ def _model(recipe: Recipe, spec: ModelSpec, preset: str | None) -> Iterator[tupl
     yield "parameters", f"{spec.num_parameters:,} ({'tied' if spec.tied_embeddings else 'untied'} embeddings)"
     experts = [first for layer in range(spec.num_layers) if (first := _experts(spec, layer)) is not None]
     dense = f", MLP {spec.intermediate_size}" * (len(experts) < spec.num_layers)
-    yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}{dense}"
+    whose = "" if spec.hf_config is None else ", by transformers' modules"
+    yield "shape", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}{dense}{whose}"
     if experts:
         one, where = experts[0], f"in {len(experts)} of {spec.num_layers} layers"
         yield "experts", f"{one.count} of width {one.parts[0].rows} {where}, {one.per_token} for each token"

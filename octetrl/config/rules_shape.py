@@ -138,7 +138,7 @@ def vllm_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
 def _lacks_of_vllm(spec: ModelSpec) -> Iterator[str]:
     """What vLLM's model of this family lacks, for which it has an assertion at its start or no parameter."""
     family, size = spec.family, spec.hidden_size // spec.num_heads
-    if family not in FAMILIES:
+    if family not in FAMILIES or spec.hf_config is not None:
         yield f"has no names for the parameters of {family}, only for those of {', '.join(FAMILIES)}"
     windows = {getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)}
     if len(windows) > 1:

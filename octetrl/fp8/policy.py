@@ -50,6 +50,7 @@ class PrecisionPolicy:
     power_of_two: bool
     square_wgrad: bool  # wgrad's activations in blocks of 128 tokens x 128 channels, not 128 x 1
     mx: bool = False  # FP8 linears are MXFP8: blocks of 32 with scales that are powers of two
+    modules_of: str | None = None  # the family whose layers transformers' modules compute; None: our blocks do
 
     def format_of(self, name: str, side: Side) -> Format:
         """Format of the linear `name`; KeyError for a name that is not in the model."""
@@ -160,6 +161,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
         power_of_two=fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
         mx=fp8.format == "mxfp8",
+        modules_of=None if spec.hf_config is None else spec.family,
     )
 
 

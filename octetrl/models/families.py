@@ -142,7 +142,7 @@ def spec_from_config(
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
     config = JsonObject(content)
     family = _family(config, scalar)
-    if implementation == "transformers" or (family is None and implementation == "auto" and not scalar):
+    if not scalar and (implementation == "transformers" or (family is None and implementation == "auto")):
         from octetrl.models.transformers_shape import transformers_spec  # imports torch and transformers' models
 
         return transformers_spec(content)
