@@ -104,19 +104,14 @@ Preset = Literal[
 ]  # fmt: skip
 
 
-Implementation = Literal["auto", "octetrl", "transformers"]
-
-
 class ModelConfig(Section):
     path: str | None = None
     """Hugging Face folder with config.json, tokenizer and safetensors (BF16 or block-FP8), a run, or a name of the hub
     such as Qwen/Qwen3-0.6B. Leave it out if `preset` is set."""
     preset: Preset | None = None
     """A known model shape, for `init: random` without weights. Set either `preset` or `path`."""
-    implementation: Implementation = "auto"
-    """Whose modules compute the layers. octetrl: our blocks, with fused forms for a GPU. transformers: its own modules
-    with our linears, attention and cache, for any dense decoder; equal log-probs are promised for the families that
-    docs/models.md lists, on a CPU. auto: ours for the families that have blocks, otherwise transformers."""
+    implementation: Literal["auto", "octetrl", "transformers"] = "auto"
+    """Whose modules compute the layers. auto: ours, and transformers' for families without blocks (docs/models.md)."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` initialises the weights from `seed`; it needs `preset`, or `path` for its config.json."""
     tokenizer: str | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
         self.probe(self.index, second.norm_site, mlp_normed)
 
 
-RunLayer = Callable[[nn.Module, Tensor, Rotary, Context], Tensor]
+RunLayer = Callable[[nn.Module, Tensor, Any, Context], Tensor]  # what is between the two: `Rotary`, for our layers
 
 
 class Decoder(nn.Module):

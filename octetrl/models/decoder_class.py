@@ -1,4 +1,4 @@
-"""Which class of decoder computes a spec."""
+"""Which class of decoder computes a spec: ours, or the one around transformers' modules."""
 
 from __future__ import annotations
 

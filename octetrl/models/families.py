@@ -18,9 +18,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from octetrl.config.schema import Implementation
 from octetrl.config.shipped import way_to_make
 from octetrl.models.attention_config import latent_fields, latent_layout, window_fields, windows, with_windows
 from octetrl.models.blocks.attention.layout import AttentionLayout
@@ -41,6 +40,7 @@ from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.json_file import JsonObject, read_json
 
+Implementation = Literal["auto", "octetrl", "transformers"]  # as `model.implementation`
 DENSE: tuple[LayerBlocks, ...] = (
     LayerBlocks(AttentionLayout(), MLPLayout()),
 )  # every layer of a model without experts
@@ -51,13 +51,11 @@ OWNERS = {  # on the hub, by how the names of their models begin
 }  # fmt: skip
 
 
-def load_spec(
-    folder: str | Path, *, scalar: bool = False, implementation: Implementation = "auto"
-) -> ModelSpec:
+def load_spec(folder: str | Path, *, scalar: bool = False, implementation: Implementation = "auto") -> ModelSpec:
     """The spec of a model folder: config.json, with the end-of-text tokens of generation_config.json if any.
 
-    `scalar`: a *ForSequenceClassification is accepted too. `implementation`: as model.implementation. UserError: no folder, no config.json, not JSON, or a model
-    that is not supported.
+    `scalar`: a *ForSequenceClassification is accepted too. `implementation`: as model.implementation. UserError: no
+    folder, no config.json, not JSON, or a model that is not supported.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -142,16 +140,8 @@ def spec_from_config(
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
     config = JsonObject(content)
     family = _family(config, scalar)
-    if not scalar and (implementation == "transformers" or (family is None and implementation == "auto")):
-        from octetrl.models.transformers_shape import transformers_spec  # imports torch and transformers' models
-
-        return transformers_spec(content)
-    if family is None:
-        given = (config.texts("architectures") or [f"model_type {config.text('model_type')!r}"])[0]
-        raise UserError(
-            f"unsupported architecture {given}; supported are {', '.join(BY_ARCHITECTURE)}; docs/models.md says why"
-            " others are not"
-        )
+    if family is None or implementation == "transformers":
+        return _of_transformers(config, implementation, scalar=scalar)
     _refuse_what_we_lack(config, family)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden_size = config.integer("hidden_size", most=MOST_WIDTH)
@@ -207,6 +197,19 @@ def spec_from_config(
             f" only {sizes} are; use another model"
         )
     return spec
+
+
+def _of_transformers(config: JsonObject, implementation: Implementation, *, scalar: bool) -> ModelSpec:
+    """The spec of a causal model that transformers' modules compute. UserError: they don't, or may not."""
+    named = (config.texts("architectures") or [f"model_type {config.text('model_type')!r}"])[0]
+    if scalar or implementation == "octetrl" or named.endswith(SCALAR):
+        raise UserError(
+            f"unsupported architecture {named}; supported are {', '.join(BY_ARCHITECTURE)}; docs/models.md says why"
+            " others are not"
+        )
+    from octetrl.models.transformers_shape import transformers_spec  # imports torch and transformers' models
+
+    return transformers_spec(config.values_by_key)
 
 
 def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False) -> dict[str, Any]:

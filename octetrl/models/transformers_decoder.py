@@ -41,9 +41,11 @@ from octetrl.shapes.spec import ModelSpec
 
 
 class TransformersDecoder(Decoder):
-    """As `Decoder`, for a spec with `hf_config`. Parameters have the names of a checkpoint: `layers.3.mlp.up_proj.weight`."""
+    """As `Decoder`, for a spec with `hf_config`. Parameters have a checkpoint's names: `layers.3.mlp.up_proj.weight`."""
 
     has_fused_forms = False
+    base: Any  # transformers' model without a head, whose parts are registered here
+    running: tuple[Context, RunLayer | None] | None  # of the forward that runs now
 
     def __init__(
         self,
@@ -81,8 +83,7 @@ class TransformersDecoder(Decoder):
             own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
             module._buffers.update({name: buffer.to(device) for name, buffer in own.items()})
         base.layers = nn.ModuleList(_Caller(self, layer) for layer in layers)
-        self.__dict__["base"] = base  # not registered: its layers, embedding and norm are registered above
-        self.__dict__["running"] = None
+        self.__dict__.update(base=base, running=None)
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None
@@ -90,20 +91,15 @@ class TransformersDecoder(Decoder):
         hidden_TE: Tensor = self.embedding(token_ids_T)
         if self.probe is not None:
             self.probe(None, EMBEDDING_SITE, hidden_TE)
-        with self._running(context, run_layer):
+        self.running = context, run_layer
+        try:
             found = self.base(inputs_embeds=hidden_TE[None], position_ids=positions_T[None], use_cache=False)
+        finally:
+            self.running = None
         normed_TE: Tensor = found.last_hidden_state[0]
         if self.probe is not None:
             self.probe(None, FINAL_NORM_SITE, normed_TE)
         return normed_TE if self.spec.logit_scale == 1 else normed_TE * self.spec.logit_scale
-
-    @contextmanager
-    def _running(self, context: Context, run_layer: RunLayer | None) -> Iterator[None]:
-        self.__dict__["running"] = (context, run_layer)
-        try:
-            yield
-        finally:
-            self.__dict__["running"] = None
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         """None: the layers have no halves."""
@@ -120,6 +116,11 @@ class _Call(NamedTuple):
 class TransformersLayer(nn.Module):
     """A layer of transformers under the name and with the arguments of ours. Its parameters are the layer's own."""
 
+    index: int
+    layer: Any
+    attention: TransformersAttention
+    returns_tuple: bool
+
     def __init__(self, index: int, layer: nn.Module, attention: TransformersAttention) -> None:
         super().__init__()
         shared = {name: layer.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
@@ -128,7 +129,7 @@ class TransformersLayer(nn.Module):
     def forward(self, hidden_TE: Tensor, call: _Call, context: Context) -> Tensor:
         with self.attention.in_context(context):
             found = self.layer(hidden_TE[None], *call.args, **call.options)
-        self.__dict__["returns_tuple"] = isinstance(found, tuple)
+        self.returns_tuple = isinstance(found, tuple)
         behind_TE: Tensor = (found[0] if isinstance(found, tuple) else found)[0]
         return behind_TE
 
@@ -149,7 +150,9 @@ class _Caller(nn.Module):
         return getattr(self.__dict__["layer"].layer, name)
 
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        model, layer = self.__dict__["model"], self.__dict__["layer"]
+        model: TransformersDecoder = self.__dict__["model"]
+        layer: TransformersLayer = self.__dict__["layer"]
+        assert model.running is not None, "a layer outside of a forward"
         context, run_layer = model.running
         run = layer if run_layer is None else partial(run_layer, layer)
         behind_TE: Tensor = run(hidden[0], _Call(args, options), context)
@@ -180,7 +183,7 @@ class TransformersAttention(FusedAttention):
         """query [1, H, T, D], key and value [1, K, T, D], as transformers has them. Returns [1, T, H, D]."""
         assert self.context is not None, "attention outside of a forward"
         given = options.get("scaling")
-        self.softmax_scale = float(module.scaling if given is None else given)
+        self.softmax_scale = getattr(module, "scaling") if given is None else given  # noqa: B009 (a Tensor for mypy)
         self.window = options.get("sliding_window")
         q_THD, k_TKD, v_TKD = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
         return self.attend(q_THD, k_TKD, v_TKD, self.context)[None]

@@ -47,7 +47,9 @@ class TransformersLayout(BlockLayout):
         weights = 0 if how.frozen else b * sum(linear.num_weights for linear in linears)
         most = max(linear.in_features + linear.out_features for linear in linears)
         saved = b * wide + norms
-        return BlockMemory(saved=saved, costly=b * spec.q_size, peaks=(Peak(4 * b * most, weights),), of_weights=weights)
+        return BlockMemory(
+            saved=saved, costly=b * spec.q_size, peaks=(Peak(4 * b * most, weights),), of_weights=weights
+        )
 
     def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         return {f"{side} of {linear.name}": size for linear in self.linears(spec) for side, size in _sides(linear)}

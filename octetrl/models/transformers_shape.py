@@ -68,8 +68,9 @@ def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        known = parameter is None or parameter.is_meta  # tied weights are one parameter
-        register(module, name, parameter if known else nn.Parameter(parameter.to("meta")))
+        if parameter is not None and not parameter.is_meta:  # tied weights are one parameter
+            parameter = nn.Parameter(parameter.to("meta"))
+        register(module, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
@@ -199,7 +200,7 @@ def _tensors(layer: nn.Module) -> tuple[TensorLayout, ...]:
             part = Part(module_name.rpartition(".")[2], module.out_features)
             found[module_name] = LinearLayout(module_name, module.in_features, (part,), module.bias is not None)
         elif parameter.dim() == 1:
-            starts_at = _start(module) if own == "weight" else None
+            starts_at = _start(module, parameter.numel()) if own == "weight" else None
             found[name] = VectorLayout(name, parameter.numel(), starts_at=starts_at)
         elif parameter.dim() == 2 and own == "weight":
             found[name] = MatrixLayout(name, *parameter.shape)
@@ -209,17 +210,17 @@ def _tensors(layer: nn.Module) -> tuple[TensorLayout, ...]:
 
 
 @torch.no_grad()
-def _start(norm: nn.Module) -> float:
+def _start(norm: nn.Module, size: int) -> float:
     """The weight with which a norm changes nothing: 0 where it multiplies by 1 + weight."""
     tried = copy.deepcopy(norm).to_empty(device="cpu")
     for parameter in tried.parameters():
         parameter.zero_()
-    return 0.0 if bool(tried(torch.tensor([1.0, -1.0]).repeat(1, len(tried.weight))[:, : len(tried.weight)]).any()) else 1.0
+    return 0.0 if bool(tried(torch.arange(1.0, size + 1)[None]).any()) else 1.0
 
 
 def _refuse_config(config: JsonObject) -> None:
     """What the layers do not show."""
-    if "quantization_config" in config and config["quantization_config"]:
+    if config.get("quantization_config"):
         raise UserError("its weights are quantised; use the BF16 weights of the model")
     capped = [key for key in CAPS if config.get(key) is not None]
     if capped:

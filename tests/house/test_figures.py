@@ -25,6 +25,7 @@ BEFORE_A_REBASE = {  # measured at a commit that a rebase replaced, so git has n
     "rollout_qwen3-8b_lognormal_chunks_hints.json",
     "rollout_qwen3-8b_numerics_256.json",
     "step_qwen3-8b_16x8_chunks.json",
+    "study_smollm2-words.json",
 }
 README = REPO / "README.md"
 DOCUMENTS = (README, *sorted((REPO / "docs").glob("*.md")), *LAB_PAGES)

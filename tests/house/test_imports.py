@@ -48,7 +48,11 @@ ONLY_IN: dict[str, set[str]] = {
     "llguidance": {"octetrl/engine/grammars.py"},
     "huggingface_hub": {"octetrl/run/hub.py", "octetrl/run/model_source.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/server/serve.py"},
-    "transformers": {"octetrl/data/tokenizer.py", "octetrl/run/tiny_model.py"},
+    "transformers": {
+        *(f"octetrl/models/transformers_{name}.py" for name in ("decoder", "shape")),
+        "octetrl/data/tokenizer.py",
+        "octetrl/run/tiny_model.py",
+    },
 }
 TORCH_FREE = ("records", "system", "shapes", "config", "endpoint", "process", "environments", "rollout", "data")
 TORCH_FREE_FILES = (

@@ -224,9 +224,7 @@ class Pages:
             max_context_len=max(ends),
         )
         run = partial(rollout_forward, model) if device.type == "cuda" and can_fuse(model) else model
-        hidden_TE = run(
-            torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context
-        )
+        hidden_TE = run(torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context)
         return list(hidden_TE.split([*lengths, idle])[:-1])
 
     def filled(self, chunks_of: Sequence[Sequence[Piece]]) -> list[Tensor]:
