@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from octetrl.shapes.spec import ModelSpec, why_not_cut
+from octetrl.shapes.model_cuts import why_not_cut
+from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.peers import Peers
 from octetrl.trainer.shards import GradientMode, Share
 from octetrl.trainer.tensor_peers import connect_grid

@@ -46,7 +46,8 @@ from octetrl.engine.metrics import EngineMetrics
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.policy import PrecisionPolicy
 from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout
-from octetrl.shapes.spec import ModelSpec, largest_cut, pair_products, token_weights
+from octetrl.shapes.model_cuts import largest_cut
+from octetrl.shapes.spec import ModelSpec, pair_products, token_weights
 
 MEMORY_BYTES_PER_SECOND = 4.3e12  # most kernels; a few reach 4.54e12 (docs/results.md)
 BF16_FLOPS = 790e12  # per second, of a large GEMM

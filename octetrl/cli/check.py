@@ -57,8 +57,9 @@ from octetrl.run.recipe_files import with_found_model
 from octetrl.run.rehearsal import FirstPrompt, rehearse
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.blocks import StackedLinearLayout
+from octetrl.shapes.model_cuts import largest_cut
 from octetrl.shapes.presets import preset_config
-from octetrl.shapes.spec import ModelSpec, largest_cut
+from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.system.text import counted, escaped
 from octetrl.telemetry.rollouts import Span

@@ -42,7 +42,8 @@ from octetrl.config.worker_memory import (
 )
 from octetrl.fp8.policy import PrecisionPolicy, precision_policy, scoring_policy
 from octetrl.models.families import load_critic_spec, load_reward_spec, load_spec
-from octetrl.shapes.spec import ModelSpec, largest_cut, why_not_cut
+from octetrl.shapes.model_cuts import largest_cut, why_not_cut
+from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.system.host import USABLE_HOST, available_host_bytes
 from octetrl.system.text import binary_size as size

@@ -12,7 +12,8 @@ from octetrl.config.rules_training import LENGTHS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.shapes.blocks import StackedLinearLayout
-from octetrl.shapes.spec import ModelSpec, allowed_sizes, why_not_cut
+from octetrl.shapes.model_cuts import allowed_sizes, why_not_cut
+from octetrl.shapes.spec import ModelSpec
 
 BLOCK = 128  # rows of a block with one scale; of fp8/format.py, which needs torch
 ALIGNED = 8  # BF16 values of 16 bytes: TMA reads rows that begin at multiples of them

@@ -156,9 +156,8 @@ def spec_from_config(
     head_size = config.integer("head_dim", family.head_size or hidden_size // heads, most=MOST_WIDTH)
     rotated = rotated_size(rope, family, head_size)
     attention = latent or AttentionLayout(rotated=rotated)
-    blocks = DENSE
-    if family.experts is not None:
-        blocks = mixture_blocks(config, family, family.experts, num_layers, attention)
+    experts = family.experts
+    blocks = DENSE if experts is None else mixture_blocks(config, family, experts, num_layers, attention)
     positions = scaled_positions(scaling, max_positions)
     has_bias = config.flag("attention_bias")
     kv_heads = heads if "num_key_value_heads" in config else family.kv_heads or heads

@@ -41,7 +41,7 @@ from octetrl.shapes.spec import ModelSpec
 
 
 class TransformersDecoder(Decoder):
-    """As `Decoder`, for a spec with `hf_config`. Parameters have a checkpoint's names: `layers.3.mlp.up_proj.weight`."""
+    """As `Decoder`, for a spec with `hf_config`. Parameters have a checkpoint's names: `layers.3.mlp.up_proj.bias`."""
 
     has_fused_forms = False
     base: Any  # transformers' model without a head, whose parts are registered here

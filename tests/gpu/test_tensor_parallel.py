@@ -28,7 +28,8 @@ from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers
 from octetrl.models.decoder import Decoder
 from octetrl.models.tensor_rows import cut_rows_of, pieces_of
-from octetrl.shapes.spec import ModelSpec, why_not_cut
+from octetrl.shapes.model_cuts import why_not_cut
+from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import TensorCut
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import pack

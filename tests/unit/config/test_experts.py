@@ -17,8 +17,8 @@ from octetrl.models.build_blocks import LayerBuilder
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import spec_from_config
 from octetrl.models.tensor_rows import cut_rows_of
+from octetrl.shapes.model_cuts import allowed_sizes, largest_cut, why_not_cut
 from octetrl.shapes.presets import preset_config
-from octetrl.shapes.spec import allowed_sizes, largest_cut, why_not_cut
 from octetrl.shapes.tensor_cut import VOCAB_CHUNK, TensorCut
 from octetrl.system.errors import UserError
 
