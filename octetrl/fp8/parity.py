@@ -43,9 +43,8 @@ def why_measured(
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
     if on_gpu:
         return why_untested(capability) or why_no_fixed_order(recipe, policy, "train")
-    if policy.modules_of is not None and policy.modules_of not in PROVEN:
-        return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)"
-    return None
+    unknown = policy.modules_of not in (None, *PROVEN)
+    return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)" if unknown else None
 
 
 def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:

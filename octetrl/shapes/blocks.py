@@ -263,8 +263,7 @@ class BlockLayout(ABC):
     """Points inside the block that `octetrl doctor` can compare, in forward order. Linears have their own names."""
 
     is_whole_layer: ClassVar[bool] = False
-    """Whether it describes a layer whole, with norms and residuals of its own and the checkpoint's names. The layer's
-    second place then has no tensors (models/transformers_layout.py)."""
+    """Whether it is the whole layer with its norms, by a checkpoint's names (models/transformers_layout.py)."""
 
     can_be_cut: ClassVar[bool] = False
     """Whether tensor-parallel workers can share it: `tensors` and `cached` then also describe a part of a model."""

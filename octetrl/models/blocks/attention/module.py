@@ -65,11 +65,9 @@ class Attention(Block):
         q_THD, k_TKD, v_TKD = qkv_THD.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        out_TE: Tensor = self.o_proj(self.attend(rope(q_THD, *rotary), rope(k_TKD, *rotary), v_TKD, context).flatten(1))
         if self.probe is not None:
             self.probe(self.layer, "qkv_proj", qkv_THD.flatten(1))
-        out_THD = self.attend(rope(q_THD, *rotary), rope(k_TKD, *rotary), v_TKD, context)
-        out_TE: Tensor = self.o_proj(out_THD.flatten(1))
-        if self.probe is not None:
             self.probe(self.layer, "o_proj", out_TE)
         return out_TE
 
