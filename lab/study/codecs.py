@@ -22,18 +22,21 @@ T tokens, K kv heads, D head size, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3_MAX, decode_e4m3, round_to_e4m3
+from octetrl.fp8.mxfp8 import dequantize_mx, quantize_mx
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token, scale_and_inverse
 
 Values = Callable[[Tensor], Tensor]
 Codec = Callable[[Sequence[Tensor]], Values]
 INT8_MAX = 127.0
 SMALLEST_NORMAL = 2.0**-6  # of E4M3
+E2M1_MAX, FP4_BLOCK = 6.0, 16
 
 
 def bf16(_calibration: Sequence[Tensor]) -> Values:
@@ -131,6 +134,34 @@ def in_blocks(x: Tensor, rows: int, columns: int, integers: bool = False) -> Ten
         scale, inverse = scale_and_inverse(amax.float())
         values = round_to_e4m3((blocks.float() * inverse).clamp(-E4M3_MAX, E4M3_MAX)) * scale
     return values.reshape(padded.shape)[:height, :width].to(x.dtype)
+
+
+def mxfp8(x_MK: Tensor, rounding: Literal["up", "ocp"] = "up") -> Tensor:
+    """A matrix after MXFP8 along its rows (octetrl/fp8/mxfp8.py)."""
+    return dequantize_mx(quantize_mx(x_MK, rounding)).to(x_MK.dtype)
+
+
+def nvfp4(x_MK: Tensor) -> Tensor:
+    """A matrix after NVFP4 along its rows: E2M1 in blocks of 16, each with an E4M3 scale, and one float32 for all.
+
+        tensor = amax of all / (6 * 448)     scale = e4m3(amax of the block / 6 / tensor)     x ~ e2m1 * scale * tensor
+
+    Values are rounded to nearest, ties to even, and clamped to 6. A block whose scale rounds to 0 becomes 0.
+    """
+    rows, columns = x_MK.shape
+    x = F.pad(_rounded(x_MK).float(), (0, -columns % FP4_BLOCK))
+    blocks = x.view(rows, -1, FP4_BLOCK)
+    tensor = x.abs().max() / (E2M1_MAX * E4M3_MAX)
+    scale = blocks.abs().amax(2, keepdim=True) / E2M1_MAX / tensor.clamp_min(torch.finfo(torch.float32).tiny)
+    step = round_to_e4m3(scale.clamp_max(E4M3_MAX)) * tensor
+    scaled = torch.where(step > 0, blocks / step, 0.0).clamp(-E2M1_MAX, E2M1_MAX)
+    return (round_to_e2m1(scaled) * step).view(x.shape)[:, :columns].to(x_MK.dtype)
+
+
+def round_to_e2m1(x: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, of two as near the one with an even mantissa."""
+    spacing = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
+    return (x / spacing).round() * spacing  # torch rounds ties to even
 
 
 def below_normal(x_TKD: Tensor, scale_K: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ the same kinds of text (texts.py). Rows by `part`:
     whole   linears (weights and activations, each alone), K, V and both, calibrated and by token, linears and cache
     layer   the linears of one layer
     linears the linears in other formats, or some of them exact: what a format of the linears could win back
+    blackwell  linears in MXFP8, by both roundings of its scales, and in NVFP4, beside E4M3 in blocks of 32
     head    K or V of one KV head of one layer, calibrated. error, error_by_token: relative errors of the head's values
             with either kind of scale; below_normal: share of values whose code is below E4M3's smallest normal number;
             first_amax, median_amax: largest magnitude of the first token, and its median over tokens, divided by the
@@ -26,8 +27,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +54,7 @@ from octetrl.fp8.quantize import (
 )
 
 Row = dict[str, object]
-PARTS = ("whole", "layer", "linears", "head", "bits")
+PARTS = ("whole", "layer", "linears", "blackwell", "head", "bits")
 BITS = ("bf16", "fp8", "fp8_full", "fp8_full_dynamic")
 RECIPE = "grpo_chain-sum_smollm2-135m_1gpu_fp8-full"
 Fitted = tuple[Values, Values]
@@ -79,11 +81,12 @@ class Linears:
 @dataclass(frozen=True)
 class OtherLinears:
     """Linears with a scale for 1 x `block` activations and `block` x `block` weights; a block of 0 is a whole row.
-    Those with a word of `exact` in their name stay exact."""
+    Those with a word of `exact` in their name stay exact. `values`: another format of both operands."""
 
     block: int = BLOCK
     integers: bool = False
     exact: tuple[str, ...] = ()
+    values: Values | None = None
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, name: str, x_TI: Tensor, w_OI: Tensor) -> Tensor:
@@ -91,8 +94,11 @@ class OtherLinears:
             return x_TI @ w_OI.t()
         columns = self.block or x_TI.shape[1]
         if name not in self.kept:
-            self.kept[name] = codecs.in_blocks(w_OI, self.block or 1, columns, self.integers)
-        return codecs.in_blocks(x_TI, 1, columns, self.integers) @ self.kept[name].t()
+            self.kept[name] = self._stored(w_OI, self.block or 1, columns)
+        return self._stored(x_TI, 1, columns) @ self.kept[name].t()
+
+    def _stored(self, x: Tensor, rows: int, columns: int) -> Tensor:
+        return codecs.in_blocks(x, rows, columns, self.integers) if self.values is None else self.values(x)
 
 
 class Measurement:
@@ -167,8 +173,17 @@ def linear_formats(num_layers: int) -> dict[str, OtherLinears]:
     return found | {f"E4M3, exact {name}": OtherLinears(exact=words) for name, words in named.items()}
 
 
-def by_format(measured: Measurement) -> Iterator[Row]:
-    for name, linears in linear_formats(measured.num_layers).items():
+def blackwell_formats() -> dict[str, OtherLinears]:
+    return {
+        "E4M3, blocks of 32": OtherLinears(32),
+        "MXFP8": OtherLinears(values=codecs.mxfp8),
+        "MXFP8, OCP's rounding": OtherLinears(values=partial(codecs.mxfp8, rounding="ocp")),
+        "NVFP4": OtherLinears(values=codecs.nvfp4),
+    }
+
+
+def by_format(measured: Measurement, formats: Mapping[str, OtherLinears]) -> Iterator[Row]:
+    for name, linears in formats.items():
         yield {"format": name} | measured.effect(Replacement(linear=linears))
         linears.kept.clear()
 
@@ -266,7 +281,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if parts != ["bits"]:
         measured = Measurement(arguments.model, arguments.tokens, tuple(arguments.texts.split(",")))
         made = {"whole": whole(measured), "layer": by_layer(measured)}
-        made |= {"linears": by_format(measured), "head": by_head(measured)}
+        made |= {"blackwell": by_format(measured, blackwell_formats())}
+        made |= {"linears": by_format(measured, linear_formats(measured.num_layers)), "head": by_head(measured)}
         text_workload = measured.workload
     for part in parts:
         began, before = time.perf_counter(), len(rows)
