@@ -340,6 +340,10 @@ class Rollout:
     components: Mapping[str, float] = field(default_factory=dict)  # terms of the reward, before their weights
     metrics: Mapping[str, float] = field(default_factory=dict)  # other measurements of its environment
     result: str | None = None  # text that an agent returned; scored in place of the last answer
+    calls: Sequence[Mapping[str, Any]] = ()
+    """An agent's calls in the order of their answers, as plain data: the number of the call that each continues
+    (`parent`), the `messages` since then, and its `turn`; of one that is not trained on its `text`, and its number of
+    tokens as `discarded` or `constrained`."""
 
     @property
     def segments(self) -> tuple[tuple[Turn, ...], ...]:

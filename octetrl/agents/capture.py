@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from octetrl.agents.calls import AgentCall, after, turns_of
-from octetrl.agents.prompts import MadePrompt, Message, Read, RecordedPrompts
+from octetrl.agents.prompts import MadePrompt, Message, Read, RecordedPrompts, call_lines
 from octetrl.environments.programs import Model
 from octetrl.records import Completion, FinishReason, GenerationRequest, SessionEvent
 from octetrl.rollout.agent import Captured
@@ -96,7 +96,7 @@ class OpenRollout:
         self._sealed = self._hit_limit = False
         self._failure: str | None = None
         self._counts = Counter[str]()
-        self._seconds_in_engine = 0.0
+        self._begun, self._seconds_in_engine = time.monotonic(), 0.0
         self._trains: dict[str, bool] = {}  # by session
 
     @property
@@ -269,26 +269,33 @@ class OpenRollout:
             "agent/discarded_tokens": _tokens(call for call in calls if call.is_unread),
             "agent/constrained_tokens": _tokens(call for call in calls if call.is_constrained and not call.is_unread),
             "agent/time_in_engine": self._seconds_in_engine,
+            "time/agent": time.monotonic() - self._begun,
             **{f"agent/{name}": float(self._counts[name]) for name in _COUNTED},
         }
-        return Captured(turns_of(calls), messages, text, len(calls), metrics, self._hit_limit, self._failure)
+        turns = turns_of(calls)
+        lines = call_lines([(call, asked.prompt.said) for call, asked in self._calls], turns)
+        return Captured(turns, messages, text, lines, metrics, self._hit_limit, self._failure)
 
 
 class CapturedPolicy:
     """All open keys (rollout/agent.py: Capture). address: where programs reach it.
 
-    chat: with the tokenizer of the thread that makes prompts. wake: ends the wait of the collecting thread. late:
-    requests that came after their key was sealed.
+    chat: with the tokenizer of the thread that makes prompts. wake: ends the wait of the collecting thread.
     """
 
     def __init__(self, address: str, chat: ChatTokens, read: Read, wake: Callable[[], None]) -> None:
         self.address, self.chat, self.read, self._wake = address, chat, read, wake
-        self.late = 0
+        self.late = self._told_late = 0  # requests that came after their key was sealed, all and those told of
         self._rollouts: dict[str, OpenRollout] = {}  # by key
         self.sessions: dict[str, OpenRollout] = {}  # by what `Model.open_session` was given
         self._asking: dict[str, OpenRollout] = {}  # by request in the session
         self._new = SimpleQueue[tuple[OpenRollout, GenerationRequest]]()
         self._cancelled: list[str] = []
+
+    @property
+    def num_open(self) -> int:
+        """Keys that are not sealed."""
+        return len(self._rollouts)
 
     def find(self, key: str, session: str = "") -> OpenRollout:
         """A known key goes before a session. Raises ApiError if neither is known."""
@@ -324,6 +331,11 @@ class CapturedPolicy:
                     self._asking[request.id] = rollout
                     taken.append(request)
         return taken
+
+    def late_requests(self) -> int:
+        late = self.late
+        new, self._told_late = late - self._told_late, late
+        return new
 
     def cancelled(self) -> list[str]:
         cancelled, self._cancelled = self._cancelled, []

@@ -22,7 +22,7 @@ from typing import Any
 
 from octetrl.agents.calls import AgentCall
 from octetrl.environments.tools.formats.reading import UNTHINK
-from octetrl.records import Completion
+from octetrl.records import Completion, Turn
 from octetrl.rollout.chat_tokens import ChatTokens, ReplyError
 from octetrl.rollout.history import History, Piece
 from octetrl.server.prompts import AskedChat
@@ -52,6 +52,15 @@ class Said:
             found.append(place.message)
             place = place.parent
         return found[::-1]
+
+    def since_answer(self) -> tuple[list[Message], AgentCall | None]:
+        """The messages after the last recorded answer, and that answer's call."""
+        found: list[Message] = []
+        place: Said = self
+        while place.parent is not None and place.answer is None:
+            found.append(place.message)
+            place = place.parent
+        return found[::-1], place.answer
 
     def then(self, message: Message) -> Said:
         """The message after this one, which may be known already."""
@@ -104,12 +113,12 @@ class RecordedPrompts:
     def make(self, asked: AskedChat) -> MadePrompt:
         """The prompt of these messages. Raises ApiError and TextTooLong."""
         begin = self._begins.setdefault(repr((asked.tools, asked.variables)), Said())
-        said, rest = begin, list(_joined(asked.messages))
+        said, rest = self._known(begin, list(_joined(asked.messages)))
+        piece = None
         if self._history == "recorded":
-            said, rest = self._known(begin, rest)
-        piece = said.prompt if not rest else None
-        if piece is None and said.answer is not None:
-            piece = self._after(said.answer, said, rest, asked.variables)
+            piece = said.prompt if not rest else None
+            if piece is None and said.answer is not None:
+                piece = self._after(said.answer, said, rest, asked.variables)
         if piece is None:
             text = asked.render(asked.messages)
             with self._lock:
@@ -151,6 +160,29 @@ class RecordedPrompts:
             with self._lock:
                 return call.end.add(new, text)
         return None
+
+
+def call_lines(calls: Sequence[tuple[AgentCall, Said]], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The tree of a rollout's calls, given each with the last message of its prompt (`Rollout.calls`)."""
+    numbers = {call: number for number, (call, _) in enumerate(calls)}
+    trained = {id(turn.completion): number for number, turn in enumerate(turns)}
+    lines: list[dict[str, Any]] = []
+    for call, said in calls:
+        messages, parent = said.since_answer()
+        new = [{"role": one["role"], "text": _shown(one)} for one in messages]
+        line: dict[str, Any] = {"parent": None if parent is None else numbers.get(parent), "messages": new}
+        turn = trained.get(id(call.completion))
+        if turn is not None:
+            lines.append({**line, "turn": turn})
+            continue
+        why = "discarded" if call.is_unread else "constrained"
+        lines.append({**line, why: len(call.completion.token_ids), "text": call.completion.text})
+    return lines
+
+
+def _shown(message: Message) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [message.get("content"), *calls]))
 
 
 def identity(message: Message, *, with_thoughts: bool = True) -> Key:

@@ -15,7 +15,7 @@ How it ends decides the status. A reward is never made up for a failure of the p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Captured:
     turns: tuple[Turn, ...]
     messages: Sequence[dict[str, Any]]  # of the last call, with its answer
     text: str  # of the last answer
-    num_calls: int
+    calls: Sequence[Mapping[str, Any]]  # all answers, as of `Rollout.calls`
     metrics: dict[str, float]
     hit_limit: bool = False  # the last reply was an error: the context was full, or the calls were used up
     failure: str | None = None  # of the engine
@@ -61,6 +61,9 @@ class Capture(Protocol):
     def cancelled(self) -> list[str]:
         """Requests whose key was sealed before they ended."""
 
+    def late_requests(self) -> int:
+        """Requests since the last call of this that came after their key was sealed."""
+
     def take(self, event: SessionEvent) -> bool:
         """Whether the event belongs to an agent's request."""
 
@@ -86,7 +89,7 @@ def run_agent(
         (returned,) = yield (RequestedCall(call, (conversation.task, model), limits.agent_seconds, conversation),)
         captured = key.seal()
         conversation.messages[:] = captured.messages or conversation.messages
-        conversation.text, conversation.turns = captured.text, captured.num_calls
+        conversation.text, conversation.turns = captured.text, len(captured.calls)
         if captured.failure is not None:
             raise Failed(RolloutStatus.GENERATION_ERROR, captured.failure)
         if isinstance(returned.raised, Failed):
@@ -99,7 +102,7 @@ def run_agent(
             status, detail = RolloutStatus.UNFINISHED, returned.error
         elif returned.error is not None:
             raise Failed(RolloutStatus.AGENT_ERROR, returned.error, returned.trace)
-        if not captured.num_calls:
+        if not captured.calls:
             raise Failed(
                 RolloutStatus.AGENT_ERROR, f"the agent made no call that was answered ({returned.error or 'ended'})"
             )
@@ -114,6 +117,6 @@ def run_agent(
     measured = metrics | captured.metrics
     ended = Rollout(
         task, captured.turns, status, reward,
-        detail=detail, trace=trace, components=components, metrics=measured, result=result,
+        detail=detail, trace=trace, components=components, metrics=measured, result=result, calls=captured.calls,
     )  # fmt: skip
     return (yield from finished(dialogue, conversation, ended))

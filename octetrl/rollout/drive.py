@@ -45,12 +45,15 @@ class Occupancy:
     in_flight_seconds: float = 0.0  # rollout seconds in flight
     with_environment_seconds: float = 0.0  # of these, while the rollout waited for its environment
     abandoned_calls: int = 0
+    late_requests: int | None = None  # None: there are no agents
 
     @property
     def metrics(self) -> Mapping[str, float]:
         if not self.seconds:
             return {}
+        late = {} if self.late_requests is None else {"agent/late_requests": float(self.late_requests)}
         return {
+            **late,
             "rollout/waiting_share": self.waiting_seconds / self.seconds,
             "rollout/in_flight": self.in_flight_seconds / self.seconds,
             "rollout/with_environment": self.with_environment_seconds / self.seconds,
@@ -129,6 +132,8 @@ class Drive:
                 if event.completion is not None:
                     self._take_completion(event, event.completion)
         self._occupancy.abandoned_calls += calls.abandoned - abandoned
+        if self._capture is not None:
+            self._occupancy.late_requests = (self._occupancy.late_requests or 0) + self._capture.late_requests()
 
     def _start(self, waiting: deque[tuple[int, Task, GenerationRequest]]) -> None:
         while waiting:

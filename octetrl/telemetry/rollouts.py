@@ -13,6 +13,10 @@
     components metrics               only for environments that have them: each reward, unweighted, and their metrics
     turns                            only if the environment replied: prompt_token_ids, text, num_tokens and replies
                                      (role, text) of each turn
+    calls                            only of agents, in the order of their answers: parent (the number of the call that
+                                     it continues, from 0; null: none), messages (role, text) since then, and turn (its
+                                     number in turns); if it is not trained on text, and discarded or constrained, its
+                                     number of tokens
 
 `evaluations/step_NNNNNN.jsonl` has the same lines for the held-out tasks, after the steps that were evaluated. A line
 may have further keys. The reader knows one more: `trainer_logprobs`, the trainer's log-probs of `token_ids`.
@@ -140,6 +144,8 @@ def _as_json(rollout: Rollout, sibling: int) -> dict[str, Any]:
     for name in ("components", "metrics"):
         if getattr(rollout, name):
             fields[name] = dict(getattr(rollout, name))
+    if rollout.calls:
+        fields["calls"] = list(rollout.calls)
     if len(rollout.turns) > 1 or any(turn.replies for turn in rollout.turns):
         fields["turns"] = [
             {
@@ -188,6 +194,16 @@ class TurnLine(TypedDict, total=False):
 
 
 @with_config(STRICT)
+class CallLine(TypedDict, total=False):
+    parent: Required[int | None]
+    messages: Required[list[ReplyLine]]
+    turn: int
+    text: str
+    discarded: int
+    constrained: int
+
+
+@with_config(STRICT)
 class RolloutLine(TypedDict, total=False):
     """What the reader uses of a line."""
 
@@ -211,6 +227,7 @@ class RolloutLine(TypedDict, total=False):
     components: dict[str, float | None]
     metrics: dict[str, float | None]
     turns: list[TurnLine]
+    calls: list[CallLine]
 
 
 _LINE = TypeAdapter(RolloutLine)
@@ -317,7 +334,9 @@ class SampledRow:
 
     @property
     def said(self) -> list[Utterance]:
-        """The messages after the prompt, in order."""
+        """The messages after the prompt, in order; of an agent the tree of its calls."""
+        if "calls" in self.line:
+            return list(self._tree())
         parts = []
         for turn, tokens in self._turns():
             parts.append(Utterance(MODEL, turn["text"], tokens))
@@ -361,6 +380,32 @@ class SampledRow:
             end = begin + turn["num_tokens"]
             yield turn, slice(begin, end)
             begin = end
+
+    def _tree(self) -> Iterator[Utterance]:
+        """Each call after the one that it continues, and what the program sent before it. A call's first continuation
+        stands below it, others are indented."""
+        calls, turns = self.line["calls"], dict(enumerate(self._turns()))
+        following: dict[int | None, list[int]] = {}
+        for number, call in enumerate(calls):
+            following.setdefault(call["parent"], []).append(number)
+        waiting = [(number, int(place > 0)) for place, number in enumerate(following.get(None, ()))][::-1]
+        while waiting:
+            number, depth = waiting.pop()
+            call = calls[number]
+            turn, tokens = turns.get(call.get("turn", -1), (None, slice(0, 0)))
+            left_out = {"discarded": call.get("discarded"), "constrained": call.get("constrained")}
+            fate = next(
+                (f"{tokens_out} tokens, {why}" for why, tokens_out in left_out.items() if tokens_out is not None), ""
+            )
+            after = "" if call["parent"] is None else f"after call {call['parent'] + 1}, "
+            trained = "" if self.line.get("advantage") is None else ", trained"
+            head = after + (fate or f"{tokens.stop - tokens.start} tokens{trained}")
+            yield Utterance(f"{'│ ' * depth}call {number + 1}", head, slice(0, 0))
+            for message in call["messages"]:
+                yield Utterance(message["role"], message["text"], slice(0, 0))
+            yield Utterance(MODEL if turn else "answer", turn["text"] if turn else call.get("text", ""), tokens)
+            next_ones = following.get(number, [])
+            waiting += [(one, depth + int(place > 0)) for place, one in enumerate(next_ones)][::-1]
 
     def _one_a_token(self, values: Sequence[float]) -> Sequence[float]:
         return values if len(values) == len(self.token_ids) else ()

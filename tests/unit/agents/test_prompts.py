@@ -164,3 +164,8 @@ def test_what_is_sampled_is_trained_discarded_or_constrained(monkeypatch: pytest
     assert rollout.result in {turn.completion.text for turn in rollout.turns}
     assert trained + counted["discarded"] + counted["constrained"] == counted["sampled"]
     assert len(rollout.turns) == 8
+    assert [line["parent"] for line in rollout.calls] == [None, None, 0, 0, None, None, None, 0, 0, 0]
+    assert rollout.calls[2]["messages"][0]["text"] in "ab" and len(rollout.calls[2]["messages"]) == 1
+    left = [(line["text"], *line.keys() & {"discarded", "constrained"}) for line in rollout.calls if "turn" not in line]
+    assert [why for _, why in left] == ["constrained", "discarded"]
+    assert sorted(line["turn"] for line in rollout.calls if "turn" in line) == list(range(8))

@@ -53,11 +53,17 @@ def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_o
         components={"right": 1.0},
         metrics={"length": 2.0},
         result="789",
+        calls=[
+            {"parent": None, "messages": [{"role": "user", "text": "?"}], "turn": 0},
+            {"parent": 0, "messages": [], "constrained": 3, "text": "{}"},
+            {"parent": None, "messages": [], "discarded": 2, "text": "so"},
+            {"parent": 0, "messages": [{"role": "tool", "text": "15"}], "turn": 1},
+        ],
     )
     group = RolloutGroup(TASK, (whole, rollout(RolloutStatus.SCORED, 0.0, turn((1,)))))
     (line, other) = RolloutFiles(tmp_path).write(3, [group], {id(whole): 0.25}).read_text().splitlines()
     written = json.loads(line)
-    names = {*written, *(f"turns.{name}" for part in written["turns"] for name in part)}
+    names = {*written, *(f"{field}.{name}" for field in ("turns", "calls") for part in written[field] for name in part)}
     text = (REPO / "docs/evaluation.md").read_text().split("### The fields of the file")[1].split("\n## ")[0]
     cells = [row.split("|")[1] for row in text.splitlines() if row.startswith("| `")]
     documented = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
@@ -65,6 +71,13 @@ def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_o
     assert set(written["turns"][0]["replies"][0]) == {"role", "text"}
     assert (written["advantage"], json.loads(other)["advantage"]) == (0.25, None)
     (row, _) = (row for *_, row in matching_rows(tmp_path, Filter()))
+    assert [(part.by, part.text) for part in row.said] == [
+        ("call 1", "3 tokens, trained"), ("user", "?"), ("model", "789"),
+        ("call 2", "after call 1, 3 tokens, constrained"), ("answer", "{}"),
+        ("│ call 4", "after call 1, 2 tokens, trained"), ("tool", "15"), ("model", "56"),
+        ("│ call 3", "2 tokens, discarded"), ("answer", "so"),
+    ]  # fmt: skip
+    assert [list(row.token_ids[part.tokens]) for part in row.said if part.by == "model"] == [[7, 8, 9], [5, 6]]
     by_sample = [[(trained, token) for trained, ids in sequence for token in ids] for sequence in row.sequences]
     samples = to_samples([RolloutGroup(TASK, (whole,))], build_algorithm(GrpoConfig()))
     assert by_sample == [list(zip(sample.loss_mask, sample.token_ids, strict=True)) for sample in samples]
