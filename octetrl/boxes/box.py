@@ -10,10 +10,11 @@
 the box waits for the end of its input, a pipe of the run. When the run ends, however it does, that pipe closes, and
 with it the box and everything in it. When the box ends, that process does, so `alive` is known at once.
 
-**A command's exit code is what a shell in the box says**, behind a secret word, and never what the client of a
-container returns: if the connection to a command is cut, or the box is killed, there is no code, and BoxError is
-raised. A failure of the machine is therefore never taken for a failed command. A command that exceeds its time is
-ended with all its descendants, which are found in the box by a variable of their environment; the box goes on.
+**A command's exit code is what a shell in the box says**, behind a secret word. If the connection to a command is cut,
+or the box is killed, there is no code, and BoxError is raised: a failure of the machine is never taken for a failed
+command. What the client of a container returns counts only where the box still answers, and says that the command did
+not start or that this shell was killed. A command that exceeds its time is ended with all its descendants, which are
+found in the box by a variable of their environment; the box goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from octetrl.process.command import CommandResult
 
 OUTPUT_BYTES = 1 << 20  # of each stream of a command: more is left out in the middle
 _READY = b"octetrl"
-PAYLOAD = f"echo {_READY.decode()}; cat >/dev/null; exit"  # of the first process, which stays a shell and reaps
+# The box's first process: a shell that no signal from inside ends, that reaps, and that waits for the end of its input.
+PAYLOAD = f"cat </dev/null && echo {_READY.decode()} && while :; do cat >/dev/null && exit; done"
 _VARIABLE = "OCTETRL_COMMAND"
 _WRAPPER = r"""t=$1; d=$2; shift 2
 if [ -z "$d" ] || cd "$d"; then "$@"; else (exit 126); fi
@@ -63,6 +65,8 @@ class BoxError(RuntimeError):
 
 class Box:
     """One box, from `open_box` to `close`. Any thread and any event loop may use it."""
+
+    client_env: Mapping[str, str] | None = None  # of `client`, None: the run's
 
     def __init__(self, config: BoxConfig) -> None:
         self.config = config
@@ -253,6 +257,7 @@ class Box:
                     stdin=pipe if reads else subprocess.DEVNULL,
                     stdout=pipe,
                     stderr=pipe,
+                    env=self.client_env,
                     pass_fds=descriptors,
                     start_new_session=True,
                 )

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from octetrl.boxes.box import PAYLOAD, Box, BoxError
 from octetrl.boxes.relay import ENTER, open_namespaces
@@ -29,6 +30,8 @@ _MIB = 1 << 20
 
 
 class BubblewrapBox(Box):
+    client_env: Mapping[str, str] | None = MappingProxyType({})  # a box sees that of its processes before they begin
+
     def __init__(self, config: BoxConfig) -> None:
         super().__init__(config)
         self._namespaces: list[int] = []
@@ -43,9 +46,10 @@ class BubblewrapBox(Box):
         self._info, self._info_end = os.pipe()
         words = [*program, "--unshare-user", "--uid", "0", "--gid", "0", "--hostname", "box", "--cap-drop", "ALL"]
         words += [f"--unshare-{name}" for name in ("pid", "ipc", "uts", "cgroup-try")]
+        words += ["--clearenv", "--setenv", "PATH", _ENVIRONMENT["PATH"]]  # the run's has keys
         words += ["--unshare-net"] if config.network == "off" else []
         words += self._machine() if image is None else ["--bind", f"{_SCRATCH}/root", "/", "--chdir", "/"]
-        words += ["--proc", "/proc", "--dev", "/dev", "--info-fd", str(self._info_end)]
+        words += ["--as-pid-1", "--proc", "/proc", "--dev", "/dev", "--info-fd", str(self._info_end)]
         words += ["--remount-ro", "/"] if image is None else []
         words += [*config.options, "--", "sh", "-c", PAYLOAD]
         return (words if image is None else _over(image, config.memory_mib, words)), [self._info_end]

@@ -30,7 +30,7 @@ def boxed(config: Any, mark: str, **changes: Any) -> dict[str, Any]:
     """mark: stands in the command line of each box."""
     marked = ("--setenv", mark, "1") if config.kind == "bubblewrap" else ("--label", mark)
     box = config.model_copy(update={"options": (*config.options, *marked)}).model_dump(exclude_defaults=True)
-    return {"environment.box": box, "steps": 1, "rollout.prompts_per_step": 4, **changes}
+    return {"environment.box": box, "steps": 1, "rollout.prompts_per_step": 2, **changes}
 
 
 def that_are_left(mark: str) -> list[bytes]:
@@ -56,7 +56,7 @@ def test_a_lost_box_has_no_reward_and_nothing_of_any_box_is_left(model: Path, tm
 def test_a_command_in_a_box_without_a_network_calls_the_policy(kind: str, model: Path, tmp_path: Path) -> None:
     mark, agent = uuid.uuid4().hex, {"command": COMMANDS[kind]}
     config = config_of(kind, tmp_path)
-    changes = boxed(config, mark, **{"environment.agent": agent, "rollout.prompts_per_step": 2})
+    changes = boxed(config, mark, **{"environment.agent": agent})
     (line,) = run(model, tmp_path / "run", changes)
     rows = read_lines(tmp_path / "run/rollouts/step_000001.jsonl")
     assert all(row["status"] == "scored" and "chatcmpl" in row["result"] for row in rows)

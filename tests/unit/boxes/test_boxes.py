@@ -53,7 +53,8 @@ def test_commands_files_and_what_they_leave(config: BoxConfig) -> None:
         assert (await box.run(["pwd"], cwd="/no/folder")).code == 126
         assert (await box.run(["pwd"], cwd="/tmp")).stdout == "/tmp\n"
         assert (await box.run(["sh", "-c", "kill -9 $$"])).code == 137
-        assert box.alive()
+        assert (await box.run(["sh", "-c", "kill -9 1; kill -9 -1; kill -9 $PPID"])).code == 137
+        assert (await box.run(["true"])).code == 0 and box.alive()
 
     in_box(config, use)
 
@@ -63,9 +64,36 @@ def test_a_command_whose_time_is_over_is_ended_and_the_box_goes_on(config: BoxCo
         spreads = "(while :; do sleep 0.1; done) & echo begun; while :; do :; done"
         result = await box.run(["sh", "-c", spreads], seconds=0.5)
         assert (result.code, result.stdout, result.stopped) == (None, "begun\n", "wall_timeout")
-        assert "while" not in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout
+        assert "sleep 0.1" not in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout
 
     in_box(config, use)
+
+
+def test_a_box_sees_neither_variables_nor_files_of_the_run(
+    config: BoxConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "123-secret-456")
+    (tmp_path / "file").write_text("x")
+
+    async def use(box: Box) -> None:
+        for place in ("/proc/*/environ", "/proc/*/task/*/environ"):
+            assert "secret" not in (await box.run(["sh", "-c", f"cat {place}"])).stdout
+        assert (await box.run(["cat", str(tmp_path / "file")])).code == 1
+        if config.kind == "bubblewrap":
+            attack = "mount -o remount,rw,bind /usr; mount -t tmpfs x /usr; mkdir /usr/x; unshare -Ur true"
+            assert (await box.run(["sh", "-c", attack])).code != 0
+            assert (await box.run(["ls", "-d", "/usr/x"])).code != 0
+
+    in_box(config, use)
+
+
+def test_a_bubblewrap_box_limits_memory_and_files(tmp_path: Path) -> None:
+    async def use(box: Box) -> None:
+        assert (await box.run(["python3", "-c", "bytearray(100 << 20)"])).stderr.endswith("MemoryError\n")
+        written = await box.run(["sh", "-c", "head -c 100000000 /dev/zero >/tmp/x; wc -c </tmp/x"])
+        assert int(written.stdout) == 64 << 20
+
+    in_box(config_of("bubblewrap", tmp_path).model_copy(update={"memory_mib": 64}), use)
 
 
 def test_a_command_whose_task_is_cancelled_is_ended(config: BoxConfig) -> None:
@@ -98,8 +126,9 @@ def test_a_shell_keeps_its_folder_and_variables(config: BoxConfig) -> None:
         await shell.run("export A=1; B='x y\n z'; mkdir -p q; cd q")
         result = await shell.run('echo "$A$B"; pwd; echo err >&2; exit 5')
         assert (result.code, result.stdout) == (5, "1x y\n z\n/tmp/q\nerr\n")
-        result = await shell.run("A=2; while :; do :; done", seconds=0.5)
+        result = await shell.run("A=2; sleep 1234; true", seconds=0.5)
         assert result.stopped == "wall_timeout"
+        assert "1234" not in (await box.run(["ps", *([] if config.image else ["-ef"])])).stdout
         assert (await shell.run("echo $A; pwd")).stdout == "1\n/tmp/q\n"
         assert (await shell.run("sleep 60 & echo begun", seconds=30.0)).stdout == "begun\n"
 
