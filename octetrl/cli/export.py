@@ -23,7 +23,7 @@ def export(
     ] = False,
     fp8: Annotated[
         bool,
-        typer.Option("--fp8", help="Write the linears as block-FP8 (E4M3, 128 x 128), which vLLM and others read."),
+        typer.Option("--fp8", help="Write the linears as block-FP8, or MXFP8 as the run, which vLLM and others read."),
     ] = False,
     push_to_hub: Annotated[
         str | None,

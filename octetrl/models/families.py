@@ -96,6 +96,17 @@ def scale_format(folder: str | Path) -> str | None:
     return read_json(path).object("quantization_config").text("scale_fmt") if path.is_file() else None
 
 
+def is_mxfp8(folder: str | Path) -> bool:
+    """Whether config.json says that the folder's codes are MXFP8, as ModelOpt writes it (`quant_algo`) or by the method
+    "mxfp8"."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return False
+    given = read_json(path).object("quantization_config")
+    words = given.text("quant_algo"), given.text("quant_method"), given.object("quantization").text("quant_algo")
+    return any("mxfp8" in (word or "").lower() for word in words)
+
+
 def prediction_layers(folder: str | Path) -> int:
     """Number of layers after the decoder's that predict further tokens; a checkpoint may hold them, unused here."""
     path = Path(folder) / "config.json"

@@ -1,10 +1,11 @@
 """Reads and writes Hugging Face safetensors: translates names, fused projections and FP8 checkpoints.
 
-In: one `model.safetensors` or shards with their index, in BF16, float16, float32 or block-FP8 (E4M3 codes with a
-`weight_scale_inv` of 128 x 128 blocks). Block-FP8 is dequantised to BF16; frozen weights may keep the codes
-(`take_published_codes`). A scale is a float, or a power of two in E8M0 (that dtype, or bytes if config.json has
-`scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before the first tensor is read
-(models/weight_files.py). A value that is not finite in the model's dtype is an error that names its tensor.
+In: one `model.safetensors` or shards with their index, in BF16, float16, float32, block-FP8 (E4M3 codes with a
+`weight_scale_inv` of 128 x 128 blocks) or MXFP8 (a `weight_scale` of 1 x 32, in E8M0). Both are dequantised to BF16;
+frozen weights may keep the codes (`take_published_codes`). A scale is a float, or a power of two in E8M0 (that dtype,
+or bytes if config.json has `scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before the first
+tensor is read (models/weight_files.py). A value that is not finite in the model's dtype is an error that names its
+tensor.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
 config.json and generation_config.json. Block-FP8 needs widths that are multiples of 128, because transformers computes
@@ -27,8 +28,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octetrl.fp8.format import BLOCK
-from octetrl.fp8.quantize import Quantized, dequantize_weight, quantize_weight_reference
+from octetrl.fp8.format import BLOCK, MX_BLOCK
+from octetrl.fp8.mxfp8 import quantize_mx
+from octetrl.fp8.quantize import Quantized, check_finite, dequantize, quantize_weight_reference
 from octetrl.layers.weight_memory import Loading, filling, scale_row
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
@@ -36,16 +38,19 @@ from octetrl.models.published_codes import published_codes
 from octetrl.models.row_shards import WEIGHT, RowShards
 from octetrl.models.tensor_rows import RowPiece, cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
+    BLOCK_SCALES,
     CODES,
     INDEX,
     LM_HEAD,
-    SCALE_SUFFIX,
+    MX_SCALES,
     SCORE,
     SINGLE,
     FilePiece,
+    ScaleLayout,
     TensorHeader,
     checked_headers,
     pieces,
+    scale_layout,
 )
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
@@ -71,7 +76,9 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False, 
     by_parameter: dict[str, list[FilePiece]] = {}
     for piece in pieces(spec, scalar=model.is_scalar):
         by_parameter.setdefault(piece.parameter, []).append(piece)
-    reader = _Reader(headers) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
+    reader = (
+        _Reader(headers, scale_layout(folder)) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
+    )
     with reader:
         for name, parts in by_parameter.items():
             with fill(name) as (first, filled):
@@ -102,9 +109,11 @@ def take_published_codes(model: Decoder, folder: str | Path, loading: Loading | 
     """
     loading = loading or Loading()
     headers = checked_headers(folder, model.spec, scalar=model.is_scalar, new_head=True)
+    if scale_layout(folder).block != BLOCK_SCALES.block:
+        return 0
     fitting = published_codes(model.spec, headers, scalar=model.is_scalar).fitting
     taken = 0
-    with _Reader(headers) as reader:
+    with _Reader(headers, BLOCK_SCALES) as reader:
         for name, linear in model.float8_linears():
             scales = {piece: reader.scale(piece.name) for piece in fitting.get(name, ())}
             if not scales or any(bool((scale <= 0).any()) for scale in scales.values()):
@@ -148,8 +157,8 @@ def _finite(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 class _Reader:
     """Reads rows of tensors by name from whichever file has them; block-FP8 comes out as BF16."""
 
-    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
-        self._headers = headers
+    def __init__(self, headers: Mapping[str, TensorHeader], scales: ScaleLayout) -> None:
+        self._headers, self._scales = headers, scales
         self._handles: dict[Path, Any] = {}
         self.read_bytes = 0
 
@@ -175,16 +184,17 @@ class _Reader:
         """Rows `start` to `stop`. Of block-FP8 whole blocks are read."""
         if self._headers[name].dtype != CODES:
             return self.read(name, start, stop)
-        first, last = start // BLOCK, -(-stop // BLOCK)
-        codes = self.read(name, first * BLOCK, min(last * BLOCK, self._headers[name].shape[0]))
+        height = self._scales.block[0]
+        first, last = start // height, -(-stop // height)
+        codes = self.read(name, first * height, min(last * height, self._headers[name].shape[0]))
         scale = self.scale(name)[first:last]
-        weight = dequantize_weight(Quantized(codes, scale)).to(torch.bfloat16)
-        _check_multipliers(codes, scale, weight, name)
-        return weight[start - first * BLOCK : stop - first * BLOCK]
+        weight = dequantize(Quantized(codes, scale), self._scales.block).to(torch.bfloat16)
+        _check_multipliers(codes, scale, weight, name, self._scales)
+        return weight[start - first * height : stop - first * height]
 
     def scale(self, name: str) -> Tensor:
         """All scales of a tensor of codes, in float32."""
-        scale = self.read(name + SCALE_SUFFIX)
+        scale = self.read(name + self._scales.suffix)
         if scale.dtype == torch.uint8:
             scale = scale.view(torch.float8_e8m0fnu)
         return scale.float()
@@ -213,16 +223,17 @@ class _RowReader:
         return rows
 
 
-def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str) -> None:
+def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str, layout: ScaleLayout) -> None:
     """UserError for a multiplier that is not above 0, or too large for its codes. Blocks of zeros may have 0."""
     is_zero = scale == 0
-    erased = bool(is_zero.any()) and bool((dequantize_weight(Quantized(codes, is_zero.float())) != 0).any())
+    kept = dequantize(Quantized(codes, is_zero.float()), layout.block)
+    erased = bool(is_zero.any()) and bool((kept != 0).any())
     too_large = not weight.isfinite().all() and bool(scale.isfinite().all()) and bool(codes.float().isfinite().all())
     if erased or too_large or bool((scale < 0).any()):
         given = float(scale.max() if too_large else scale.min())
         raise UserError(
-            f"'{name}{SCALE_SUFFIX}' has a multiplier of {given:.3g}; one is above 0, and small enough for its codes to"
-            f" stay finite in BF16: fetch it again"
+            f"'{name}{layout.suffix}' has a multiplier of {given:.3g}; one is above 0, and small enough for its codes"
+            f" to stay finite in BF16: fetch it again"
         )
 
 
@@ -281,14 +292,19 @@ def save_from_shards(shards: RowShards, folder: Path, max_shard_bytes: int = MAX
         _write(tensors, config, spec, folder, max_shard_bytes)
 
 
-def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_weights_fp8(
+    model: Decoder, folder: str | Path, max_shard_bytes: int = MAX_SHARD_BYTES, *, mx: bool = False
+) -> None:
     """Write `model` as block-FP8, DeepSeek's layout, which vLLM, SGLang and transformers read.
 
     The linears of the layers become E4M3 codes with a float32 `weight_scale_inv` (our `scale`) for each 128 x 128
     block of the tensors as they are named there, so blocks start again at k, v and up; the rest does not change.
     UserError: a width that is not a multiple of 128.
+
+    `mx`: as MXFP8 instead, ModelOpt's layout, which vLLM reads: `weight_scale` [N, K/32], bytes of E8M0. Widths are
+    multiples of 32.
     """
-    refuse_ragged(model.spec)
+    refuse_ragged(model.spec, mx=mx)
     config = hf_config(model.spec, str(model.dtype).removeprefix("torch."), scalar=model.is_scalar)
     config["quantization_config"] = {
         "quant_method": "fp8",
@@ -296,19 +312,22 @@ def save_weights_fp8(model: Decoder, folder: str | Path, max_shard_bytes: int = 
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
     }
+    if mx:
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
     matrices = [piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_bf16_matrix]
-    if matrices:
+    if matrices or mx:
         not_converted = [name.removesuffix(".weight") for name in (*matrices, LM_HEAD)]
-        config["quantization_config"]["modules_to_not_convert"] = not_converted
+        config["quantization_config"]["ignore" if mx else "modules_to_not_convert"] = not_converted
     linears = {piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_linear}
-    _write(_quantized(_split(model), linears), config, model.spec, Path(folder), max_shard_bytes)
+    _write(_quantized(_split(model), linears, mx=mx), config, model.spec, Path(folder), max_shard_bytes)
 
 
-def refuse_ragged(spec: ModelSpec) -> None:
+def refuse_ragged(spec: ModelSpec, *, mx: bool = False) -> None:
     """Raise UserError for a model that `save_weights_fp8` can't write."""
-    if ragged := {name: size for name, size in spec.linear_sizes().items() if size % BLOCK}:
+    block = MX_BLOCK if mx else BLOCK
+    if ragged := {name: size for name, size in spec.linear_sizes().items() if size % block}:
         given = ", ".join(f"{name} {size}" for name, size in ragged.items())
-        raise UserError(f"FP8 weights are exported in whole blocks of {BLOCK}, and this model has {given}; export BF16")
+        raise UserError(f"FP8 weights are exported in whole blocks of {block}, and this model has {given}; export BF16")
 
 
 def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -318,14 +337,22 @@ def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield piece.name, fused[piece.start : piece.start + piece.shape[0]]
 
 
-def _quantized(tensors: Iterator[tuple[str, Tensor]], linears: Container[str]) -> Iterator[tuple[str, Tensor]]:
+def _quantized(
+    tensors: Iterator[tuple[str, Tensor]], linears: Container[str], *, mx: bool
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         if name not in linears:
             yield name, tensor
             continue
+        if mx:
+            check_finite(tensor, name)
+            codes, scale = quantize_mx(tensor.cpu())
+            yield name, codes
+            yield name + MX_SCALES.suffix, scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+            continue
         codes, scale = quantize_weight_reference(tensor.cpu(), name=name)
         yield name, codes
-        yield name + SCALE_SUFFIX, scale
+        yield name + BLOCK_SCALES.suffix, scale
 
 
 def _write(

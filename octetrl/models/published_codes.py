@@ -15,7 +15,16 @@ from typing import NamedTuple
 
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
-from octetrl.models.weight_files import CODES, SCALE_BLOCK, FilePiece, TensorHeader, checked_headers, pieces
+from octetrl.models.weight_files import (
+    BLOCK_SCALES,
+    CODES,
+    SCALE_BLOCK,
+    FilePiece,
+    TensorHeader,
+    checked_headers,
+    pieces,
+    scale_layout,
+)
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 
@@ -62,6 +71,8 @@ def describe_published_codes(recipe: Recipe, spec: ModelSpec) -> str | None:
         headers = checked_headers(Path(recipe.model.path), spec, scalar=scalar, new_head=scalar)
     except UserError:  # which is reported elsewhere
         return None
+    if scale_layout(recipe.model.path).block != BLOCK_SCALES.block:
+        return "MXFP8, dequantised to BF16 and quantised again"
     found = published_codes(spec, headers, scalar=scalar)
     fp8 = {linear.name for linear in precision_policy(spec, recipe.fp8).linears if linear.train == "fp8"}
     taken, ragged = fp8 & found.fitting.keys(), fp8 & set(found.ragged)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from octetrl.models.families import prediction_layers, scale_format
+from octetrl.models.families import is_mxfp8, prediction_layers, scale_format
 from octetrl.models.row_shards import WEIGHT, RowShards
 from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
 from octetrl.shapes.spec import ModelSpec
@@ -21,7 +22,6 @@ from octetrl.system.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-SCALE_SUFFIX = "_scale_inv"
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -31,6 +31,28 @@ SCALES = FLOATS | {"F8_E8M0"}
 EXPONENTS = "U8"  # scales by their exponent alone, 2^(byte - 127); only where `scale_format` says so
 SCALE_BLOCK = 128  # rows and columns that share a scale: BLOCK of fp8/format.py, which needs torch
 NAMES_SHOWN = 3
+
+
+class ScaleLayout(NamedTuple):
+    """How a folder stores the scales of its codes. block: rows and columns that share one."""
+
+    suffix: str  # behind the weight's name
+    block: tuple[int, int]
+    dtypes: frozenset[str]
+
+    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-(-size // part) for size, part in zip(codes, self.block, strict=False))
+
+
+BLOCK_SCALES = ScaleLayout("_scale_inv", (SCALE_BLOCK, SCALE_BLOCK), frozenset(SCALES))
+MX_SCALES = ScaleLayout("_scale", (1, 32), frozenset({EXPONENTS, "F8_E8M0"}))  # vLLM: "modelopt_mxfp8"
+
+
+def scale_layout(folder: str | Path) -> ScaleLayout:
+    if is_mxfp8(folder):
+        return MX_SCALES
+    more = {EXPONENTS} if scale_format(folder) == "ue8m0" else set()
+    return BLOCK_SCALES._replace(dtypes=BLOCK_SCALES.dtypes | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +134,7 @@ def checked_headers(
     if scalar and new_head and SCORE not in headers:
         headers.pop(LM_HEAD, None)
         wanted = [piece for piece in wanted if piece.name != SCORE]
-    scale_dtypes = SCALES | ({EXPONENTS} if scale_format(folder) == "ue8m0" else set())
-    _check(folder, wanted, headers, spec.tied_embeddings and not scalar, scale_dtypes)
+    _check(folder, wanted, headers, spec.tied_embeddings and not scalar, scale_layout(folder))
     return headers
 
 
@@ -194,28 +215,28 @@ def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
 
 
 def _check(
-    folder: Path, wanted: list[FilePiece], headers: Mapping[str, TensorHeader], tied: bool, scale_dtypes: set[str]
+    folder: Path, wanted: list[FilePiece], headers: Mapping[str, TensorHeader], tied: bool, scales: ScaleLayout
 ) -> None:
     """Raises one UserError with all problems of names, shapes and dtypes."""
     names = {piece.name for piece in wanted}
     known = names | ({LM_HEAD} if tied else set())
-    weight_of = {name: name.removesuffix(SCALE_SUFFIX) for name in headers if name.endswith(SCALE_SUFFIX)}
+    weight_of = {name: name.removesuffix(scales.suffix) for name in headers if name.endswith(scales.suffix)}
     weight_of = {scale: weight for scale, weight in weight_of.items() if weight in known}
     coded = {name for name in known if name in headers and headers[name].dtype == CODES}
     found = {
         "missing": [piece.name for piece in wanted if piece.name not in headers]
-        + [name + SCALE_SUFFIX for name in sorted(coded) if name + SCALE_SUFFIX not in headers],
+        + [name + scales.suffix for name in sorted(coded) if name + scales.suffix not in headers],
         "extra": sorted(name for name in headers if name not in known and name not in weight_of),
         "misshapen": [
             f"{name} {list(headers[name].shape)} instead of {list(shape)}"
-            for name, shape in _expected_shapes(wanted, weight_of)
+            for name, shape in _expected_shapes(wanted, weight_of, scales)
             if name in headers and headers[name].shape != shape
         ],
         "foreign dtype": [
             f"{name} {entry.dtype}"
             for name, entry in headers.items()
             if (name in known and entry.dtype not in FLOATS | {CODES})
-            or (name in weight_of and entry.dtype not in scale_dtypes)
+            or (name in weight_of and entry.dtype not in scales.dtypes)
         ],
         "FP8 without being a matrix": [name for name in sorted(coded) if len(headers[name].shape) != 2],
         "scale beside a weight that is not FP8": [
@@ -231,11 +252,13 @@ def _check(
         )
 
 
-def _expected_shapes(wanted: Iterable[FilePiece], scales: Container[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expected_shapes(
+    wanted: Iterable[FilePiece], found: Container[str], scales: ScaleLayout
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     for piece in wanted:
         yield piece.name, piece.shape
-        if piece.name + SCALE_SUFFIX in scales:
-            yield piece.name + SCALE_SUFFIX, tuple(-(-size // SCALE_BLOCK) for size in piece.shape)
+        if piece.name + scales.suffix in found:
+            yield piece.name + scales.suffix, scales.shape(piece.shape)
 
 
 def _some(names: list[str]) -> str:

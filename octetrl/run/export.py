@@ -6,7 +6,8 @@ several files. Export joins them and holds one file of its own at a time. A chec
 adapter, in PEFT's format. Export then reads the base weights again and adds the branches; with `adapter` it copies the
 adapter. A reward model's head belongs to its adapter.
 
-With `fp8` the linears are written as block-FP8 (`save_weights_fp8`), from weights in memory. The codes are those that
+With `fp8` the linears are written as block-FP8, or MXFP8 if the run trained in it (`save_weights_fp8`), from weights in
+memory. The codes are those that
 the quantiser gives for these weights, so a run in `fp8_full` would generate with the same ones.
 
 All files are written to `out/.partial` and then moved up, config.json as the last: a folder without it is no model. The
@@ -43,6 +44,7 @@ from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
+from octetrl.run.model_source import precision_of
 from octetrl.run.resume import OF_THE_RUN
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
@@ -64,7 +66,8 @@ def export_run(
     """Write the model of a run's last checkpoint (or of a checkpoint) to `to`, a folder that is new or empty.
 
     `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model. `fp8`: the linears as E4M3
-    codes with scales of 128 x 128 blocks. `add`: writes further files, from the checkpoint into the folder. UserError
+    codes with scales of 128 x 128 blocks, of 1 x 32 if the run trained in MXFP8. `add`: writes further files, from the
+    checkpoint into the folder. UserError
     for weights that are not finite, and for `fp8`: an adapter alone, a reward model, or a width that is not a multiple
     of 128.
     """
@@ -76,19 +79,21 @@ def export_run(
     if target.is_dir() and any(target.iterdir()):
         raise UserError(f"--to: '{target}' exists and is not empty; give a new folder")
 
+    mx = precision_of(run_or_checkpoint, None)[1].get("fp8", {}).get("format") == "mxfp8"
+
     def export(source: Path) -> None:
         if adapter and not is_adapter(source):
             raise UserError(
                 f"--adapter: '{run_or_checkpoint}' was trained without model.lora; export it without --adapter"
             )
         if fp8:
-            _refuse_fp8(source, run_or_checkpoint)
+            _refuse_fp8(source, run_or_checkpoint, mx=mx)
         merged = merged_model(source) if is_adapter(source) and not adapter else None
         if fp8 and merged is None:
             merged = _whole_model(source)
         with new_folder(target) as folder:
             try:
-                _write(source, folder, merged, adapter=adapter, fp8=fp8)
+                _write(source, folder, merged, adapter=adapter, fp8=fp8, mx=mx)
             except OSError as error:
                 if error.filename and error.filename2 is None and Path(error.filename).parent == source:
                     raise UserError(
@@ -104,15 +109,17 @@ def export_run(
     return target
 
 
-def _write(source: Path, folder: Path, merged: Decoder | None, *, adapter: bool, fp8: bool) -> None:
+def _write(source: Path, folder: Path, merged: Decoder | None, *, adapter: bool, fp8: bool, mx: bool) -> None:
     """Copy the model of `source` to `folder`, with the weights of `merged` in place of its own if there is one."""
     left_out = (*OF_THE_RUN, *((CONFIG, WEIGHTS) if merged is not None else ()), *(FULL_WEIGHTS if fp8 else ()))
     for file in source.iterdir():
         if file.is_file() and not file.name.startswith(left_out):
             shutil.copyfile(file, folder / file.name)  # not the mode: safetensors writes 0600
     shards = RowShards.find(source)
-    if merged is not None:
-        (save_weights_fp8 if fp8 else save_weights)(merged, folder)
+    if merged is not None and fp8:
+        save_weights_fp8(merged, folder, mx=mx)
+    elif merged is not None:
+        save_weights(merged, folder)
     elif shards is not None and not adapter:
         save_from_shards(shards, folder)
 
@@ -129,13 +136,13 @@ def _refuse_non_finite(target: Path, source: Path) -> None:
                     )
 
 
-def _refuse_fp8(source: Path, given: str) -> None:
+def _refuse_fp8(source: Path, given: str, *, mx: bool) -> None:
     merged = is_adapter(source)
     if read_adapter_config(source)[2] if merged else SCALAR in (source / "config.json").read_text(encoding="utf-8"):
         raise UserError(f"--fp8: '{given}' is a reward model, which has no FP8 form; export it without --fp8")
     base = Path(trained_model(source)["path"]) if merged else source
     if (base / "config.json").is_file():  # `merged_model` says where it is missing
-        refuse_ragged(load_spec(base))
+        refuse_ragged(load_spec(base), mx=mx)
 
 
 def _whole_model(folder: Path) -> Decoder:
