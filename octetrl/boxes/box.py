@@ -299,7 +299,7 @@ class Box:
             namespaces = open_namespaces(self.find_pid(), ("user", "net"))
             self._relay = Relay(namespaces, port)
         except (OSError, subprocess.SubprocessError) as error:
-            how = "give environment.box.network: host, or run as root or with rootless podman"
+            how = "give environment.box.network: host, or run as root"
             raise BoxError(f"the box can't be connected with the policy: {error}; {how}") from error
         finally:
             for descriptor in namespaces:

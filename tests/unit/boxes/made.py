@@ -30,7 +30,7 @@ def config_of(kind: str, folder: Path) -> BoxConfig:
     config = BUBBLEWRAP
     if kind == "folder":
         if not os.path.exists(BUSYBOX):
-            missing("bubblewrap", "busybox-static is not installed, for a folder with a root file system")
+            missing("podman", "busybox-static is not installed, for a folder with a root file system")
         config = config.model_copy(update={"image": str(root_folder(folder / "root"))})
     if (reason := _no_bubblewrap()) is not None:
         missing("bubblewrap", reason)
