@@ -15,9 +15,8 @@ status=0
 # packages in front of them; else a program of the group runs beside the tests, which find it at OCTETRL_OUTSIDE.
 group() {
     case " ${names[*]} " in *" $1 "*) ;; *) return ;; esac
-    local folder="build/outside/$1" pins="setup/outside/$1.txt" wanted said tests packages
-    read -ra packages <<<"$4"
-    read -ra tests <<<"$5"
+    local folder="build/outside/$1" pins="setup/outside/$1.txt" wanted said
+    local packages=($4) tests=($5)
     without() { echo "$1: $2; its tests did not run"; }
     if [ -z "$base" ]; then
         without "$1" "there is no Python 3.12"
@@ -27,6 +26,7 @@ group() {
     if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
         said=$("$base" -m venv --clear "$folder" 2>&1) || { without "$1" "no environment ($(tail -n 1 <<<"$said"))"; return; }
         if [ "$2" = yes ]; then
+            local theirs
             theirs=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
             "$python" -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' >"$theirs/zz_project.pth"
         fi
@@ -60,5 +60,5 @@ base=
 for candidate in python3.12 "$HOME"/.pyenv/versions/3.12.*/bin/python; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then base=$candidate; fi
 done
-group harbor no harbor harbor tests/unit/environments/test_harbor.py
+group harbor no harbor harbor tests/unit/environments/test_harbor.py::test_harbor_gives_the_same_reward
 exit "$status"

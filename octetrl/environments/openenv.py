@@ -262,7 +262,7 @@ class _Session:
             self._socket.send(message)
 
     def recv(self, timeout: float | None = None) -> str | bytes:
-        return self._socket.recv(timeout)  # type: ignore[no-any-return]
+        return self._socket.recv(timeout)
 
     def close(self) -> None:
         self._socket.close()

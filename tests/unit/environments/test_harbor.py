@@ -13,7 +13,7 @@ import pytest
 from octetrl.boxes.boxes import Boxes
 from octetrl.config.box import BoxConfig
 from octetrl.config.environment import AgentConfig, EnvironmentConfig
-from octetrl.environments.harbor import HarborEnvironment, harbor_environment, read_task
+from octetrl.environments.harbor import HarborEnvironment, _read_json, _read_text, harbor_environment, read_task
 from octetrl.records import Rollout
 from octetrl.system.errors import UserError
 from tests.required import missing
@@ -72,7 +72,6 @@ def played(environment: HarborEnvironment) -> Rollout:
 
 ENDS: Mapping[str, tuple[str, str, dict[str, float], float | None, str]] = {
     "right": (ASKS, CHECKS, {"reward": 1.0}, 1.0, "scored"),
-    "wrong": (f"{ASKS}echo 16 >/app/answer", CHECKS, {"reward": 0.0}, 0.0, "scored"),
     "several": (
         ASKS,
         'echo \'{"reward": 0.5, "Time-s": 3}\' >/logs/verifier/reward.json',
@@ -82,7 +81,6 @@ ENDS: Mapping[str, tuple[str, str, dict[str, float], float | None, str]] = {
     ),
     "the agent fails": (f"{ASKS}echo no space >&2; exit 3", CHECKS, {}, None, "agent_error"),
     "a reward of the agent": (f"{ASKS}echo 1 >/logs/verifier/reward.txt", "exit 1", {}, None, "reward_error"),
-    "no number": (ASKS, "echo nan >/logs/verifier/reward.txt", {}, None, "reward_error"),
     "the box is lost": (ASKS, "kill -9 1; kill -9 -1; sleep 2", {}, None, "box_error"),
 }
 
@@ -101,7 +99,7 @@ def test_a_limit_of_time_is_the_tasks(place: str, tmp_path: Path) -> None:
     toml = (
         TOML.replace("timeout_sec = 20", "timeout_sec = 1")
         if place == "verifier"
-        else f"{TOML}[agent]\ntimeout_sec = 2"
+        else f"{TOML}[agent]\ntimeout_sec = 4"
     )
     tests = "sleep 30" if place == "verifier" else CHECKS
     script = ASKS if place == "verifier" else f"{ASKS}sleep 30"
@@ -123,6 +121,12 @@ def test_an_image_is_built_once(tmp_path: Path) -> None:
         assert environment._image(own) == f"octetrl-harbor:{own.digest[:24]}"
     finally:
         subprocess.run([*(box.program or ["podman"]), "rmi", "-f", f"octetrl-harbor:{own.digest[:24]}"], check=False)
+
+
+@pytest.mark.parametrize("text", ["nan", "", "[1]", '{"reward": "1"}', '{"reward": 1e999}'])
+def test_what_is_no_number_is_no_reward(text: str) -> None:
+    with pytest.raises(ValueError):
+        (_read_json if text.startswith(("[", "{")) else _read_text)(text)
 
 
 def test_what_is_read_of_a_task(tmp_path: Path) -> None:
