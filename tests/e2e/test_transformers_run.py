@@ -1,4 +1,4 @@
-"""A model that transformers' modules compute trains by GRPO in emulated FP8, resumes to the same bytes, and is exported."""
+"""A model of transformers' modules trains by GRPO in emulated FP8, resumes to the same bytes, and is exported."""
 
 from __future__ import annotations
 
