@@ -8,16 +8,18 @@ import os
 import random
 import resource
 import socket
+import sys
 import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from octetrl.config.environment import AgentConfig
 from octetrl.environments.dialogue import Failed
-from octetrl.environments.programs import Model
+from octetrl.environments.programs import CommandEnvironment, Model
 from octetrl.environments.turns import Conversation
-from octetrl.records import GenerationRequest, RolloutStatus
+from octetrl.records import GenerationRequest, RolloutStatus, Task
 from octetrl.rollout.history import History
 from tests.unit.agents.programs import CONTEXT, FAMILY, Program, played
 from tests.unit.rollout.templates import tokenizer_of
@@ -260,6 +262,19 @@ def test_a_server_of_agents_allows_more_open_files_than_shells_do() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     assert seen[0] > low or seen[0] == most
+
+
+def test_a_command_that_was_killed_is_no_reward_and_what_it_asked_is_not_trained() -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+    async def asks(client: httpx.AsyncClient, model: Model) -> str:
+        await said(client, body("7 + 8 ="))
+        own = CommandEnvironment([], lambda *_: 1.0, AgentConfig(command=(sys.executable, "-S", "-c", killed)))
+        return await own.agent(Task("t", "7 + 8 ="), model)
+
+    rollout, _ = played(asks)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.AGENT_ERROR, None)
+    assert rollout.detail is not None and "exit code -9" in rollout.detail
 
 
 def test_an_agent_that_made_no_call_has_no_reward() -> None:
