@@ -100,10 +100,12 @@ def is_mxfp8(folder: str | Path) -> bool:
     """Whether config.json says that the folder's codes are MXFP8, as ModelOpt writes it (`quant_algo`) or by the method
     "mxfp8"."""
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        return False
-    given = read_json(path).object("quantization_config")
-    words = given.text("quant_algo"), given.text("quant_method"), given.object("quantization").text("quant_algo")
+    return path.is_file() and _says_mxfp8(read_json(path).object("quantization_config"))
+
+
+def _says_mxfp8(quantization: JsonObject) -> bool:
+    inner = quantization.object("quantization")
+    words = quantization.text("quant_algo"), quantization.text("quant_method"), inner.text("quant_algo")
     return any("mxfp8" in (word or "").lower() for word in words)
 
 
@@ -305,10 +307,12 @@ def _refuse_what_we_lack(config: JsonObject, family: Family) -> None:
         if config.flag(key) and not is_able:
             raise UserError(f"{key} true is not supported for {family.name}; use a model without it")
     quantization = config.object("quantization_config")
-    if quantization and (
-        quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128]
+    if (
+        quantization
+        and not _says_mxfp8(quantization)
+        and (quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128])
     ):
         raise UserError(
             f"quantization '{quantization.get('quant_method')}' with blocks {quantization.get('weight_block_size')} is"
-            f" not supported, only 'fp8' with [128, 128] is; use the BF16 weights of the model"
+            f" not supported, only 'fp8' with [128, 128] and ModelOpt's MXFP8 are; use the BF16 weights of the model"
         )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from octetrl.config.fp8_settings import Fp8Config
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.decoder import Decoder
+from octetrl.models.families import load_spec
 from octetrl.models.hf_weights import load_weights, refuse_ragged, save_weights_fp8, take_published_codes
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
@@ -57,6 +58,7 @@ def test_what_was_written_is_read_with_the_same_values(written: tuple[Decoder, P
     for (name, mine), (_, read) in zip(model.float8_linears(), again.float8_linears(), strict=True):
         ours, theirs = (one.codes.float() * one.scale.repeat_interleave(32, 1) for one in (mine, read))
         assert torch.equal(ours, theirs) and torch.equal(read.weight.float(), ours), name
+    assert load_spec(folder) == WIDE
     assert take_published_codes(again, folder) == 0, "other blocks than block-FP8's"
 
 
