@@ -1,0 +1,162 @@
+"""Measures programs as rollouts: what they cost beside plain answers, and what is left of them after many.
+
+    python -m lab.agents [--agents 64] [--rollouts 1000] [--calls 4] [--wait 0.2,2] [--batch 48] [--preset tiny]
+
+Each agent is a program of this process that asks `calls` questions over HTTP in one conversation, and waits between
+them for a random time from the interval `wait`, in seconds. `agents` of them run in each step, until there were
+`rollouts`. The model is random and generates noise up to a stop string, on a CPU or a GPU.
+
+`plain` is a step of as many answers without conversations, all of which the engine knows from its start. `share` is
+the agents' tokens per second over those of `plain`. The steps with agents are measured after about 100 rollouts and at
+the end: memory of the process, threads, open files, and keys that are still open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lab.environments import GROUP, VOCAB_SIZE, Slow, figures, make_run
+from lab.record import RESULTS, show, write_result
+from octetrl.agents.server import AgentServer
+from octetrl.environments.dialogue import ConversationLimits, Dialogue
+from octetrl.environments.programs import Model
+from octetrl.environments.turns import Conversation, reward
+from octetrl.records import Task
+from octetrl.rollout.collect import Collecting, collect_groups
+from octetrl.run.state import Run
+
+SHOWN = (
+    "workload",
+    "rollout/count",
+    "rollout/tokens_per_second",
+    "share",
+    "memory_mib",
+    "threads",
+    "open_files",
+    "keys",
+)
+FIRST = 100  # rollouts before the first count of what is held: by then everything was built once
+
+
+class Asking:
+    """Asks, waits, and asks again in the same conversation."""
+
+    def __init__(self, agents: int, calls: int, wait: tuple[float, float]) -> None:
+        self.tasks = [Task(id=f"asking/{number}", prompt=f"{number} + 1 =") for number in range(agents // GROUP)]
+        self._calls, self._wait = calls, wait
+
+    async def agent(self, task: Task, model: Model) -> str:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
+        headers = {"authorization": f"Bearer {model.api_key}"}
+        async with httpx.AsyncClient(base_url=model.base_url, headers=headers, timeout=600) as client:
+            for number in range(self._calls):
+                if number:
+                    await asyncio.sleep(random.uniform(*self._wait))
+                answer = await client.post("/chat/completions", json={"messages": messages})
+                text = str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and then?"}]
+        return text
+
+    @reward
+    def chance(self, conversation: Conversation) -> float:
+        return conversation.random.random()
+
+
+def collected(run: Run, environment: Any, dialogue: Dialogue, step: int) -> dict[str, float]:
+    collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
+    began = time.perf_counter()
+    groups = collect_groups(environment.tasks, dialogue, run.workers, collection, state)
+    seconds = time.perf_counter() - began
+    assert state.occupancy is not None
+    found = figures(groups, state.occupancy, seconds)
+    lost = [rollout.detail for group in groups for rollout in group.rollouts if rollout.reward is None]
+    assert not lost, f"{len(lost)} agents failed: {lost[0]}"
+    segments = [len(rollout.segments) for group in groups for rollout in group.rollouts]
+    return {**found, "rollout/segments": sum(segments) / len(segments)}
+
+
+def held(server: AgentServer) -> dict[str, float]:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    files = len(os.listdir("/proc/self/fd"))
+    keys = server.policy.num_open
+    return {"memory_mib": resident / 2**20, "threads": threading.active_count(), "open_files": files, "keys": keys}
+
+
+def with_agents(run: Run, environment: Asking, rollouts: int, calls: int) -> list[dict[str, float]]:
+    """The figures of all steps together, after `FIRST` rollouts and at the end."""
+    dialogue = Dialogue(environment, ConversationLimits(max_turns=calls))
+    server = AgentServer(
+        run.tokenizer,
+        vocab_size=VOCAB_SIZE,
+        context_length=run.config.model.context_length,
+        variables={},
+        tool_format="auto",
+        ends=(),
+        wake=dialogue.calls.wake,
+    )
+    dialogue.capture, dialogue.closes = server.policy, server.close
+    steps: list[dict[str, float]] = []
+    counted: list[dict[str, float]] = []
+    try:
+        while sum(step["rollout/count"] for step in steps) < rollouts:
+            steps.append(collected(run, environment, dialogue, len(steps) + 1))
+            done = sum(step["rollout/count"] for step in steps)
+            if (done >= FIRST and not counted) or done >= rollouts:
+                seconds = sum(step["seconds"] for step in steps)
+                tokens = sum(step["rollout/tokens_per_second"] * step["seconds"] for step in steps)
+                means = {
+                    name: sum(step[name] * step["seconds"] for step in steps) / seconds
+                    for name in ("rollout/engine_busy_share", "rollout/in_flight", "rollout/segments")
+                }
+                row = {"rollout/count": done, **means, "rollout/tokens_per_second": tokens / seconds}
+                counted.append({**row, "seconds": seconds, **held(server)})
+    finally:
+        dialogue.close()
+    return counted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--rollouts", type=int, default=1000)
+    parser.add_argument("--calls", type=int, default=4)
+    parser.add_argument("--wait", default="0.2,2")
+    parser.add_argument("--batch", type=int, default=48, help="sequences that the engine has room for")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    random.seed(0)
+    low, high = map(float, asked.wait.split(","))
+    common = {"precision": "bf16", "model": asked.preset}
+    workload = f"{asked.agents} agents, {asked.calls} calls, {low:g}-{high:g} s between, room for {asked.batch}"
+    with tempfile.TemporaryDirectory() as folder:
+        run = make_run(Path(folder), asked.preset, asked.batch, asked.calls)
+        plain = Slow(asked.agents * asked.calls, 1, 0.0, 0.0)
+        for step in (1, 2):  # the first builds pages and kernels
+            dialogue = Dialogue(plain, ConversationLimits())
+            answers = collected(run, plain, dialogue, step)
+            dialogue.close()
+        counted = with_agents(run, Asking(asked.agents, asked.calls, (low, high)), asked.rollouts, asked.calls)
+        run.close()
+    whole = answers["rollout/tokens_per_second"]
+    rows: list[dict[str, object]] = [{**common, "workload": f"plain, room for {asked.batch}", **answers}]
+    rows += [
+        {**common, "workload": workload, **row, "share": row["rollout/tokens_per_second"] / whole} for row in counted
+    ]
+    show(rows, "agents beside plain rollouts", SHOWN)
+    write_result("agents", asked.preset, rows, asked.out)
+
+
+if __name__ == "__main__":
+    main()
