@@ -25,10 +25,9 @@ demo: $(READY)  ## train a tiny model by SFT and GRPO in emulated FP8, and print
 test: export PYTHONDONTWRITEBYTECODE =  # a hundred processes would compile the package anew
 test: lint  ## lint, types (beside the tests, shown last) and all tests that need no GPU, in JOBS=3 processes
 	@bash setup/bubblewrap.sh || true
-	@mkdir -p build; (failed=0; $(PYTHON) -m mypy >build/types.txt 2>&1 || failed=1; \
-	nice -n 4 bash setup/outside_packages.sh $(PYTHON) >build/outside.txt 2>&1 || failed=1; exit $$failed) & beside=$$! failed=0; \
+	@mkdir -p build; $(PYTHON) -m mypy >build/types.txt 2>&1 & beside=$$! failed=0; \
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
-	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt build/outside.txt; exit $$failed
+	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt; exit $$failed
 
 test-outside: $(READY)  ## the tests against packages that the project does not depend on, in build/outside (about 3 GB)
 	@bash setup/outside_packages.sh $(PYTHON)

@@ -45,7 +45,6 @@ print(*(f"{name} {version(name)}" for name in (each.split("[")[0] for each in sy
 }
 
 "$python" -V >/dev/null || exit 1
-[ ! -e build/outside/bin ] || rm -rf build/outside  # one environment for all, as it was before
 base=$python
 group clients yes trackers,agents,lm-eval,serve \
     "lm-eval[api] datasets wandb mlflow trackio swanlab anthropic openai-agents" \

@@ -74,9 +74,10 @@ def test_lines_are_counted_by_need_and_reason(monkeypatch: pytest.MonkeyPatch) -
     assert not_run(reports) == ["not run: gpu: no GPU (2 tests)", "not run: serve: no uvicorn (1 test)"]
 
 
-def test_ci_asks_for_what_there_is() -> None:
-    scripts = (REPO / ".ci/run").read_text() + (REPO / "setup/outside_packages.sh").read_text()
-    asked = re.findall(r"OCTETRL_REQUIRE\+?=([\w,-]+)", scripts)
+def test_every_need_is_asked_for_somewhere() -> None:
+    """By CI, or by the groups of `make test-outside`: `group NAME IN-FRONT NEEDS`."""
+    asked = re.findall(r"OCTETRL_REQUIRE\+?=([\w,-]+)", (REPO / ".ci/run").read_text())
+    asked += re.findall(r"^group \S+ \w+ (\S+)", (REPO / "setup/outside_packages.sh").read_text(), re.MULTILINE)
     of_gpus = {"gpu", "two-gpus", "real-model"}
     assert {name for names in asked for name in names.strip(",").split(",")} == NEEDS.keys() - of_gpus
 
