@@ -167,9 +167,9 @@ def spec_from_config(
         raise UserError(f"RoPE scaling is not supported for {family.name}; use another model")
     latent = None if family.query_latent is None else latent_layout(config, family.query_latent)
     head_size = config.integer("head_dim", family.head_size or hidden_size // heads, most=MOST_WIDTH)
-    attention = latent or AttentionLayout(rotated=rotated_size(rope, family, head_size))
-    experts = family.experts
-    blocks = DENSE if experts is None else mixture_blocks(config, family, experts, num_layers, attention)
+    rotated = rotated_size(rope, family, head_size)
+    attention = latent or AttentionLayout(rotated=rotated)
+    blocks = DENSE if family.experts is None else mixture_blocks(config, family, family.experts, num_layers, attention)
     positions = scaled_positions(scaling, max_positions)
     has_bias = config.flag("attention_bias")
     kv_heads = heads if "num_key_value_heads" in config else family.kv_heads or heads
