@@ -39,6 +39,7 @@ from octetrl.server.engine_thread import Accepted, Event
 from octetrl.server.errors import ApiError, engine_failed, refused
 from octetrl.server.intake import Answer
 from octetrl.server.prompts import AskedChat
+from octetrl.system.errors import RunFailed
 
 Listener = Callable[[Event], None]
 _PREFIX = "agent/"  # of requests' ids
@@ -142,6 +143,10 @@ class OpenRollout:
     def hit_limit(self) -> None:
         """The reply is an error about the program's own limits."""
         self._hit_limit = True
+
+    def fail(self, why: str) -> None:
+        """The rollout ends without a reward: not its program is the cause."""
+        self._failure = why
 
     def enter(
         self,
@@ -291,6 +296,7 @@ class CapturedPolicy:
         self._asking: dict[str, OpenRollout] = {}  # by request in the session
         self._new = SimpleQueue[tuple[OpenRollout, GenerationRequest]]()
         self._cancelled: list[str] = []
+        self._ended: str | None = None
 
     @property
     def num_open(self) -> int:
@@ -322,7 +328,14 @@ class CapturedPolicy:
         asking = [name for name in requests if self._asking.pop(name, None) is not None]
         self._cancelled += [name for name in asking if requests[name]]
 
+    def end(self, why: str) -> None:
+        """No request can arrive from now on."""
+        self._ended = why
+        self._wake()
+
     def requests(self) -> list[GenerationRequest]:
+        if self._ended is not None:
+            raise RunFailed(self._ended)
         taken = []
         with suppress(Empty):
             while True:

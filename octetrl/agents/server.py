@@ -43,6 +43,7 @@ from octetrl.server.intake import Answer, Intake
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import AskedChat, Prompts
 from octetrl.server.requests import ChatBody, TokenizeBody
+from octetrl.system.errors import error_line
 
 MOST_BYTES = 32 << 20  # of a body
 _MOST_REQUESTS = 1 << 15  # at once, each with a descriptor here, and one at the client that may be in this process too
@@ -122,7 +123,14 @@ class AgentServer:
         self._listening.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._listening]))
+        why = "it stopped"
+        try:
+            asyncio.run(self._server.serve(sockets=[self._listening]))
+        except BaseException as error:  # SystemExit too, which is uvicorn's
+            why = error_line(error)
+        if not self._server.should_exit:
+            self._listening.close()
+            self.policy.end(f"the HTTP server of the agents ended: {why}")
 
     def _endpoint(self, answers: Any) -> Any:
         async def endpoint(request: Request) -> Response:
@@ -151,6 +159,9 @@ class AgentServer:
                 if error.code == "context_length_exceeded":
                     rollout.hit_limit()
                 raise
+            except Exception as error:  # whatever the program makes of it, it is no failure of the policy
+                rollout.fail(f"the agents' server failed to answer: {error_line(error)}")
+                raise ApiError(500, "the server failed to answer", code="internal_error") from error
             return response
 
         return endpoint

@@ -54,7 +54,8 @@ class Capture(Protocol):
     def open(self, place: RolloutPlace, settings: ConversationSettings, max_calls: int) -> OpenKey: ...
 
     def requests(self) -> list[GenerationRequest]:
-        """New requests for the session, of which each is then accepted or refused."""
+        """New requests for the session, of which each is then accepted or refused. Raises RunFailed if no more can
+        arrive."""
 
     def accepted(self, request_id: str) -> None: ...
 

@@ -38,6 +38,7 @@ from octetrl.server.endpoints import (
     tokenize,
 )
 from octetrl.server.errors import ApiError
+from octetrl.server.messages import MessagesError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -236,7 +237,10 @@ def _health(served: Served) -> Response:
     return JSONResponse({"status": "ok", "model": served.name})
 
 
-def _error_response(error: ApiError) -> Response:
+def _error_response(request: Request, error: ApiError) -> Response:
+    """The error in the form of the request's API."""
+    if "/v1/messages" in request.url.path:
+        error = MessagesError(error)
     headers: dict[str, str] = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -248,19 +252,20 @@ def _error_response(error: ApiError) -> Response:
 
 
 async def _api_error(request: Request, error: Any) -> Response:
-    return _error_response(error)
+    return _error_response(request, error)
 
 
 async def _http_error(request: Request, error: Any) -> Response:
     """Respond to an unknown path or method."""
     what = f"{request.method} {request.url.path}"
-    response = _error_response(ApiError(error.status_code, f"{json.dumps(what)}: {error.detail}"))
+    response = _error_response(request, ApiError(error.status_code, f"{json.dumps(what)}: {error.detail}"))
     response.headers.update(error.headers or {})
     return response
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _error_response(ApiError(500, "the server failed to answer; its log says why", code="internal_error"))
+    failed = ApiError(500, "the server failed to answer; its log says why", code="internal_error")
+    return _error_response(request, failed)
 
 
 ERROR_HANDLERS: dict[Any, Any] = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}

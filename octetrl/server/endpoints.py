@@ -29,7 +29,7 @@ from octetrl.server.answers import ChatForm, CompletionForm, Echo, Form, Speller
 from octetrl.server.choices import Choice, ChoicePiece
 from octetrl.server.errors import ApiError
 from octetrl.server.intake import Answer, ClientGone, Intake
-from octetrl.server.messages import CountBody, MessageForm, MessagesBody, MessagesError
+from octetrl.server.messages import CountBody, MessageForm, MessagesBody
 from octetrl.server.meters import Meters
 from octetrl.server.prompts import Prompts, max_tokens_of
 from octetrl.server.requests import (
@@ -134,25 +134,19 @@ async def responses(http: Request, body: bytes, served: Served) -> Response:
 
 
 async def messages(http: Request, body: bytes, served: Served) -> Response:
-    try:
-        asked = parse_body(MessagesBody, body)
-        _check_model(asked.model, served)
-        chat = asked.chat
-        prompt = await served.prompts.of_chat(chat)
-        form = MessageForm(served.name, served.spell, prompt, _call_ids(served))
-        return await _respond(http, _call(form, chat, served, asked.max_tokens), served)
-    except ApiError as error:
-        raise MessagesError(error) from error
+    asked = parse_body(MessagesBody, body)
+    _check_model(asked.model, served)
+    chat = asked.chat
+    prompt = await served.prompts.of_chat(chat)
+    form = MessageForm(served.name, served.spell, prompt, _call_ids(served))
+    return await _respond(http, _call(form, chat, served, asked.max_tokens), served)
 
 
 async def count_tokens(http: Request, body: bytes, served: Served) -> Response:
-    try:
-        asked = parse_body(CountBody, body)
-        _check_model(asked.model, served)
-        chat = TokenizeBody.model_validate({"messages": asked.conversation, "tools": asked.functions or None})
-        return JSONResponse({"input_tokens": len(await served.prompts.tokens_of(chat))})
-    except ApiError as error:
-        raise MessagesError(error) from error
+    asked = parse_body(CountBody, body)
+    _check_model(asked.model, served)
+    chat = parse_body(TokenizeBody, {"messages": asked.conversation, "tools": asked.functions or None})
+    return JSONResponse({"input_tokens": len(await served.prompts.tokens_of(chat))})
 
 
 def _call_ids(served: Served) -> str:

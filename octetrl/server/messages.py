@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from octetrl.server.answers import Form, Speller, Usage, event
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
-from octetrl.server.requests import ChatBody, Number
+from octetrl.server.requests import ChatBody, Number, Stops, parse_body
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -140,7 +140,7 @@ class MessagesBody(CountBody):
     temperature: Number | None = Field(default=None, ge=0.0)
     top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = Field(default=None, ge=0)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     stream: bool = False
 
     @property
@@ -157,7 +157,7 @@ class MessagesBody(CountBody):
             "tool_choice": None if self.tool_choice is None or not self.tools else self.tool_choice.as_in_a_chat,
         }
         kept = {name: value for name, value in given.items() if value is not None}
-        return ChatBody.model_validate({"model": self.model, "messages": self.conversation, **kept})
+        return parse_body(ChatBody, {"model": self.model, "messages": self.conversation, **kept})
 
 
 class MessagesError(ApiError):

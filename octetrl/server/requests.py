@@ -9,6 +9,7 @@ addition to OpenAI's, with vLLM's names: `top_k`, `min_p`, `min_tokens`, `repeti
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -25,6 +26,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 NumTop = Annotated[int, Field(ge=0, le=MOST_TOP)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)]
 
 
 class StreamOptions(BaseModel):
@@ -46,7 +48,7 @@ class GenerationBody(BaseModel):
     top_k: int = Field(default=0, ge=-1, le=MOST_TOP_K)
     min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] = Field(default=[], max_length=16)
+    stop: Stops = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
@@ -313,10 +315,10 @@ def grammar_of(body: GenerationBody, tool_format: ToolFormat | None) -> str | No
         raise wrong("tools", str(error), "invalid_value") from None
 
 
-def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Parse a body. Raises ApiError that names the first wrong field."""
+def parse_body(kind: type[Body], body: bytes | Mapping[str, Any]) -> Body:
+    """Parse a body, or fields that another endpoint has read. Raises ApiError that names the first wrong field."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
     except ValidationError as error:
         raise _first_problem(kind, error) from error
 

@@ -20,7 +20,7 @@ from octetrl.environments.tools.formats.reading import ToolCall
 from octetrl.server.answers import Form, Speller, Usage, event
 from octetrl.server.choices import ChoicePiece
 from octetrl.server.errors import ApiError
-from octetrl.server.requests import ChatBody, GenerationBody, Number
+from octetrl.server.requests import ChatBody, GenerationBody, Number, parse_body
 
 _FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 
@@ -179,7 +179,7 @@ class ResponsesBody(BaseModel):
             given |= {"tools": [tool.as_in_a_chat for tool in self.tools], "tool_choice": named}
         if self.text is not None and self.text.format is not None:
             given["response_format"] = self.text.format.as_in_a_chat
-        return ChatBody.model_validate({"model": self.model, "messages": messages, **given})
+        return parse_body(ChatBody, {"model": self.model, "messages": messages, **given})
 
 
 def _chat_of(items: Sequence[Item]) -> list[dict[str, Any]]:
