@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -39,6 +40,7 @@ from octetrl.config.box import BoxConfig
 from octetrl.process.command import CommandResult
 
 OUTPUT_BYTES = 1 << 20  # of each stream of a command: more is left out in the middle
+FILE_BYTES = 1 << 28  # that `get` reads: what a box holds may never end
 _READY = b"octetrl"
 # The box's first process: a shell that no signal from inside ends, that reaps, and that waits for the end of its input.
 PAYLOAD = f"cat </dev/null && echo {_READY.decode()} && while :; do cat >/dev/null && exit; done"
@@ -46,8 +48,8 @@ _VARIABLE = "OCTETRL_COMMAND"
 _WRAPPER = r"""t=$1; d=$2; shift 2
 if [ -z "$d" ] || cd "$d"; then "$@"; else (exit 126); fi
 printf '\n%s %d\n' "$t" "$?" >&2"""
-_KILL = f"""for again in 1 2 3; do for p in /proc/[0-9]*; do
-grep -q "{_VARIABLE}=$1" "$p/environ" 2>/dev/null && kill -9 "${{p#/proc/}}"
+_KILL = f"""for again in 1 2 3; do for p in $(grep -ls "{_VARIABLE}=$1" /proc/[0-9]*/environ); do
+p=${{p#/proc/}}; kill -9 "${{p%/environ}}" 2>/dev/null
 done; done; true"""
 _CHUNK = 1 << 16
 _START_SECONDS = 600.0  # the image may have to be pulled
@@ -122,12 +124,12 @@ class Box:
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, and the folders above it. Raises OSError, BoxError."""
-        script = 'mkdir -p "$(dirname "$1")" && cat >"$1"'
+        script = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
         await self._file(["sh", "-c", script, "sh", path], path, data)
 
     async def get(self, path: str) -> bytes:
-        """Read a file. Raises OSError, BoxError."""
-        return await self._file(["cat", path], path, b"")
+        """Read a file of at most `FILE_BYTES`. Raises OSError, BoxError."""
+        return await self._file(["head", "-c", str(FILE_BYTES + 1), "--", path], path, b"")
 
     def shell(self, *, cwd: str | None = None, user: str | None = None) -> Shell:
         return Shell(self, cwd, user)
@@ -217,7 +219,7 @@ class Box:
         user: str | None,
         stdin: bytes,
         seconds: float,
-        most: int | None,
+        most: int,
         cancelled: int,
     ) -> tuple[int | None, _Kept, _Kept]:
         self._check_alive()
@@ -225,7 +227,11 @@ class Box:
         own = {**self.config.env, **env, _VARIABLE: word}
         wrapped = ["sh", "-c", _WRAPPER, "sh", word, cwd or "", *command]
         out, err = _Kept(most), _Kept(most, word)
-        client = self._client(wrapped, own, user, reads=bool(stdin))
+        try:
+            client = self._client(wrapped, own, user, reads=bool(stdin))
+        except ValueError as error:  # a command that can't be run, as a shell would say it, is no lost box
+            err.add(f"{command[0]}: {error}\n".encode("utf-8", "replace"))
+            return _NOT_RUN.start + 1, out, err
         has_ended = False
         try:
             has_ended = _follow(client, stdin, out, err, time.monotonic() + seconds, cancelled)
@@ -261,7 +267,9 @@ class Box:
                     pass_fds=descriptors,
                     start_new_session=True,
                 )
-            except OSError as error:  # no descriptors or memory are left, or the arguments are too long
+            except OSError as error:
+                if error.errno == errno.E2BIG:
+                    raise ValueError(error.strerror) from error
                 raise BoxError(f"{words[0]}: {error}") from error
 
     def _code_of_cut(self, code: int, err: _Kept) -> int:
@@ -306,10 +314,12 @@ class Box:
                 os.close(descriptor)
 
     async def _file(self, command: Sequence[str], path: str, data: bytes) -> bytes:
-        call = functools.partial(self._run, command, None, {}, None, data or b"", 600.0, None)
+        call = functools.partial(self._run, command, None, {}, None, data, 600.0, FILE_BYTES)
         code, out, err = await _in_thread(call)
         if code != 0:
             raise OSError(f"{path}: {err.text().strip() or f'exit code {code}'}")
+        if out.is_cut:
+            raise OSError(f"{path}: the file is larger than {FILE_BYTES} bytes")
         return bytes(out.data)
 
     def _check_alive(self) -> None:
@@ -357,7 +367,7 @@ eval "$2"
 class _Kept:
     """The first and the last bytes of a stream. word: the word before the exit code, where the stream ends."""
 
-    def __init__(self, most: int | None, word: str | None = None) -> None:
+    def __init__(self, most: int, word: str | None = None) -> None:
         self.data = bytearray()
         self.code: int | None = None
         self._most, self._left_out = most, 0
@@ -369,12 +379,16 @@ class _Kept:
         if self._pattern is not None and (found := self._pattern.search(self.data, start)):
             self.code = int(found[1])
             del self.data[found.start() :]
-        if self._most is not None and len(self.data) > 2 * self._most:
+        if len(self.data) > 2 * self._most:
             self._trim(self._most)
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self._left_out) or len(self.data) > self._most
 
     def text(self) -> str:
         most = self._most
-        if most is None or (not self._left_out and len(self.data) <= most):
+        if not self.is_cut:
             return self.data.decode("utf-8", "replace")
         self._trim(most)
         first, last = self.data[: most // 2], self.data[most // 2 :]

@@ -42,7 +42,7 @@ def main(order: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (order["memory_bytes"],) * 2)
         _drop_capabilities()
         os.execvpe(command[0], command, order["env"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # also a zero byte in a word
         os.write(2, f"{command[0]}: {error}\n".encode())
     os._exit(_CANNOT_RUN)
 

@@ -59,6 +59,22 @@ def test_commands_files_and_what_they_leave(config: BoxConfig) -> None:
     in_box(config, use)
 
 
+def test_a_command_that_cannot_be_run_is_the_agents_matter(config: BoxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.boxes.box.FILE_BYTES", 1000)
+
+    async def use(box: Box) -> None:
+        for word in ("a\0b", "\ud800", "x" * 200_000):
+            result = await box.run(["echo", word])
+            assert (result.code, result.stdout) == (126, "") and result.stderr
+        assert (await box.run(["true"], env={"A": "\0"})).code == 126
+        for path in ("/tmp/a\0b", "/dev/zero"):
+            with pytest.raises(OSError, match=r"larger|null"):
+                await asyncio.wait_for(box.get(path), 5)
+        assert (await box.run(["true"])).code == 0 and box.alive()
+
+    in_box(config, use)
+
+
 def test_a_command_whose_time_is_over_is_ended_and_the_box_goes_on(config: BoxConfig) -> None:
     async def use(box: Box) -> None:
         spreads = "(while :; do sleep 0.1; done) & echo begun; while :; do :; done"
