@@ -2,9 +2,9 @@
 
 The modules are built on the meta device and run once on a few tokens. Attention is called through
 `AttentionInterface["octetrl"]`, so what a layer asks for is seen and not guessed from names in a config: heads, head
-size, window. What our attention and cache don't compute is refused by name: layers without attention (Mamba, linear
-attention, convolutions), sinks, soft caps, values of another size, experts in one tensor, positions that change with
-the length of the text.
+size, window. What follows lm_head is seen in the causal model's own forward. What our attention and cache don't compute
+is refused by name: layers without attention (Mamba, linear attention, convolutions), sinks, soft caps, values of
+another size, experts in one tensor, positions that change with the length of the text.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octetrl.models.transformers_layout import TransformersLayout
@@ -32,8 +33,7 @@ from octetrl.system.json_file import JsonObject
 
 ATTEND = "octetrl_attend"  # the attribute of a layer's modules that computes its attention
 CHILDREN = {"embed_tokens", "layers", "norm"}  # of `model`, besides modules without parameters
-SCALES = {"logits_scaling": -1, "logit_scale": 1}  # keys of a factor on the logits, and its power
-CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
+SPREAD = 1e4  # of the hidden states that show what a head does: a soft cap changes logits of this size
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 TOKENS = 4
 
@@ -58,7 +58,7 @@ def build_modules(content: Mapping[str, Any]) -> Any:
         config._attn_implementation = "octetrl"
         with _parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
+    except Exception as error:  # a config's own checks raise what they like
         raise UserError(f"transformers can't build a causal model of this {kind} ({error_line(error)})") from None
 
 
@@ -117,6 +117,8 @@ def _spec(text: str) -> ModelSpec:
 def _read(text: str, config: JsonObject, model: Any) -> ModelSpec:
     base = model.base_model
     _refuse_config(config)
+    if not getattr(model.config, "is_causal", True):
+        raise UserError("its tokens attend to tokens that follow (is_causal)")
     with_parameters = {name for name, child in base.named_children() if next(child.parameters(), None) is not None}
     head = getattr(model, "lm_head", None)
     named = {name for name, _ in model.named_children()} == {"model", "lm_head"} and with_parameters == CHILDREN
@@ -127,14 +129,18 @@ def _read(text: str, config: JsonObject, model: Any) -> ModelSpec:
         )
     if [name for name, _ in base.norm.named_parameters()] != ["weight"]:
         raise UserError("its last norm has a bias or no weight")
+    vocab_size, hidden_size = base.embed_tokens.weight.shape
+    if head.weight.shape != base.embed_tokens.weight.shape:
+        raise UserError(f"its embedding has {vocab_size} rows and its lm_head {head.out_features}")
+    logit_scale = _logit_scale(model)
+    own = [_tensors(layer) for layer in base.layers]
     seen = _attention_of(base)
     (heads, kv_heads, head_size, _), *others = {call for one in seen for call in one.calls}
     if others:
         raise UserError("its layers have heads of different numbers or sizes")
     if head_size not in SUPPORTED_HEAD_SIZES:
         raise UserError(f"its head size is {head_size}, of {', '.join(map(str, SUPPORTED_HEAD_SIZES))}")
-    layers = [TransformersLayout(_tensors(layer), one.window) for layer, one in zip(base.layers, seen, strict=True)]
-    vocab_size, hidden_size = base.embed_tokens.weight.shape
+    layers = [TransformersLayout(tensors, one.window) for tensors, one in zip(own, seen, strict=True)]
     names = {tensor.name.rpartition(".")[2]: tensor for layer in layers for tensor in layer.own}
     norms = {part for layer in layers for tensor in layer.own for part in tensor.name.split(".")[:-1]}
     key = names.get("k_proj", names.get("qkv_proj"))
@@ -159,7 +165,7 @@ def _read(text: str, config: JsonObject, model: Any) -> ModelSpec:
         pad_token_id=next(iter(config.token_ids("pad_token_id", vocab_size)), None),
         blocks=tuple(LayerBlocks(layer, TransformersLayout()) for layer in layers),
         hf_config=text,
-        logit_scale=_logit_scale(config),
+        logit_scale=logit_scale,
     )
 
 
@@ -176,7 +182,7 @@ def _attention_of(base: Any) -> list[_Seen]:
         base(inputs_embeds=base.embed_tokens(place_T), position_ids=place_T, use_cache=False)
     except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+    except Exception as error:
         raise UserError(f"it can't be run without weights ({error_line(error)})") from None
     without = [one.layer for one in seen if len(one.calls) != 1]
     if without:
@@ -205,7 +211,9 @@ def _tensors(layer: nn.Module) -> tuple[TensorLayout, ...]:
         elif parameter.dim() == 2 and own == "weight":
             found[name] = MatrixLayout(name, *parameter.shape)
         else:
-            raise UserError(f"its parameter {name} has the shape {list(parameter.shape)}; experts are not run here")
+            raise UserError(
+                f"its parameter {name} has the shape {list(parameter.shape)}; experts and convolutions are not run here"
+            )
     return tuple(found.values())
 
 
@@ -222,9 +230,6 @@ def _refuse_config(config: JsonObject) -> None:
     """What the layers do not show."""
     if config.get("quantization_config"):
         raise UserError("its weights are quantised; use the BF16 weights of the model")
-    capped = [key for key in CAPS if config.get(key) is not None]
-    if capped:
-        raise UserError(f"{capped[0]} is not computed here")
     for key in ("rope_parameters", "rope_scaling"):
         given = config.get(key) or {}
         for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
@@ -233,9 +238,34 @@ def _refuse_config(config: JsonObject) -> None:
                 raise UserError(f"{key} of type {kind} turns a token by the length of its text, which changes")
 
 
-def _logit_scale(config: JsonObject) -> float:
-    """The factor on the logits. UserError: it is no power of two, and scaled hidden states would be rounded."""
-    scale = math.prod(float(config.get(key) or 1.0) ** power for key, power in SCALES.items())
+class _Given(nn.Module):
+    """Stands for a model without a head, and returns what it is given."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+@torch.no_grad()
+def _logit_scale(model: Any) -> float:
+    """The factor on lm_head's products, as the causal model's own forward computes it; its parts are replaced.
+
+    UserError: logits are no multiple of these products (soft caps), or the factor is no power of two, and scaled hidden
+    states would be rounded."""
+    hidden = torch.linspace(-SPREAD, SPREAD, TOKENS * model.lm_head.in_features).view(1, TOKENS, -1)
+    model.lm_head = nn.Linear(model.lm_head.in_features, TOKENS, bias=False)
+    nn.init.constant_(model.lm_head.weight, 1 / model.lm_head.in_features)
+    products, model.model = model.lm_head(hidden), _Given(hidden)
+    try:
+        logits = model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False).logits
+    except Exception as error:
+        raise UserError(f"its head can't be run alone ({error_line(error)})") from None
+    scale = float((logits / products)[0, 0, 0])
+    if not torch.allclose(logits, products * scale, rtol=1e-4, atol=0):
+        raise UserError("its logits are no multiple of the products with lm_head (a softcap?)")
     if scale <= 0 or math.frexp(scale)[0] != 0.5:
         raise UserError(f"its logits are multiplied by {scale:g}; only powers of two are exact")
     return scale

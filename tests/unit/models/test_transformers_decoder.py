@@ -114,13 +114,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config_of("olmo2", model_type="gpt_oss", num_local_experts=4), "s_aux|without weights|experts"),
     (config_of("olmo2", model_type="gemma2"), "softcap"),
     (config_of("olmo3", model_type="mamba2"), "modules are|can't build"),
-    (config_of("olmo2", model_type="qwen3_5_text", num_hidden_layers=4), "layer 0 has no attention"),
+    (config_of("olmo2", model_type="qwen3_5_text", num_hidden_layers=4), "convolutions"),
     (config_of("granite", logits_scaling=6.0), "powers of two"),
     (config_of("olmo2", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
     (config_of("olmo2", head_dim=24, hidden_size=96), "head size is 24"),
     (config_of("olmo2", model_type="starcoder2"), "last norm"),
     (config_of("olmo2", model_type="apertus", rope_parameters=None), "is no parameter"),
     (config_of("olmo2", quantization_config={"quant_method": "gptq"}), "quantised"),
+    (config_of("olmo2", model_type="diffllama"), "layer 0 has no attention"),
+    (config_of("olmo2", model_type="mixtral", num_local_experts=2), "experts"),
+    (config_of("gemma3_text", final_logit_softcapping=30.0), "softcap"),
+    (config_of("olmo2", model_type="vaultgemma", attn_logit_softcapping=None), "softcap"),
+    (config_of("olmo2", is_causal=False), "is_causal"),
+    (config_of("olmo2", model_type="moshi"), "98 rows"),
+    (config_of("olmo2", model_type="zamba2"), "can't build"),
     ({"architectures": ["MyForCausalLM"], "model_type": "mine"}, "model_type 'mine'"),
 ]
 
@@ -130,6 +137,21 @@ def test_what_does_not_run_is_refused_in_one_line(content: dict[str, Any], told:
     with pytest.raises(UserError, match=told) as refusal:
         spec_from_config(content, implementation="transformers")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "scale"),
+    [
+        ("cohere", {"logit_scale": None}, 0.0625),  # its default
+        ("olmo2", {"model_type": "hyperclovax", "logits_scaling": 4.0}, 4.0),  # Granite divides by the key of this name
+        ("granite", {"logit_scale": 0.25}, 0.125),  # a key that Granite does not read
+    ],
+)
+def test_the_factor_on_logits_is_the_one_that_the_head_computes(
+    family: str, changes: dict[str, Any], scale: float
+) -> None:
+    content = {key: value for key, value in config_of(family, **changes).items() if value is not None}
+    assert spec_from_config(content, implementation="transformers").logit_scale == scale
 
 
 def test_families_with_blocks_keep_them_unless_asked(tmp_path: Path) -> None:
