@@ -91,6 +91,18 @@ def test_a_message_that_says_another_thing_is_another_branch() -> None:
     assert "so 15!" in tokenizer_of(FAMILY).decode(session.submitted[1].prompt_token_ids)
 
 
+def test_a_request_with_other_tools_is_another_branch() -> None:
+    async def asks(client: httpx.AsyncClient, model: Model) -> str:
+        first = await said(client, body("7 + 8 ="))
+        await said(client, body("7 + 8 =", first, "sure?"))
+        return await said(client, body("7 + 8 =", first, "sure?", tools=TOOLS))
+
+    rollout, session = played(asks)
+    assert rollout.detail is None and [len(turns) for turns in rollout.segments] == [2, 1]
+    texts = [tokenizer_of(FAMILY).decode(request.prompt_token_ids) for request in session.submitted]
+    assert ["adds" in text for text in texts] == [False, False, True]
+
+
 def test_equal_answers_with_other_thoughts_are_told_apart_where_the_program_keeps_them() -> None:
     answers = iter([f"<think>\n{thought}\n</think>\n\n15" for thought in ("one", "two")] + ["a", "b", "c"])
 

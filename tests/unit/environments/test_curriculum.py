@@ -61,6 +61,16 @@ def test_with_a_window_for_all_it_is_the_order_of_any_taskset(eval_size: int, si
     assert played(all_of_them, 60 // size, size) == played(plain, 60 // size, size)
 
 
+@pytest.mark.parametrize(("retries", "reward"), [({"retry_hard": 1.0}, 0.0), ({"retry_easy": 1.0}, 1.0)])
+def test_a_pool_that_is_always_retried_is_in_the_order_of_any_taskset(retries: dict[str, float], reward: float) -> None:
+    plain = Taskset(numbered(), eval_size=3, seed=3)
+    retried = taskset_of(**{"retry_hard": 0.0, "retry_easy": 0.0, **retries})
+    for _ in range(20):
+        tasks = retried.next_batch(4)
+        assert tasks == plain.next_batch(4)
+        retried.record([group_of(task, [reward]) for task in tasks])
+
+
 fields = st.fixed_dictionaries(
     {
         "pass_rate": st.sampled_from([(0.0, 0.5), (0.3, 0.7), (0.49, 0.5), (0.9, 1.0)]),
