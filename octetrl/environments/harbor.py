@@ -285,9 +285,13 @@ def harbor_environment(folder: str, config: EnvironmentConfig) -> HarborEnvironm
     agent = None if name is None else load_object("environment.parameters.agent", name, config.load_timeout_seconds)
     if agent is not None and not inspect.iscoroutinefunction(agent):
         raise UserError(f"environment.parameters.agent: {name} must be an async function of task, model and box")
+    by_name = {own.name: own for own in tasks}
+    if double := next((own for own in tasks if by_name[own.name] is not own), None):
+        both = f"{double.folder} and {by_name[double.name].folder}"
+        raise UserError(f"{_FIELD}: {both} have the name '{double.name}'; change one, or name one in leave_out")
     turns = config.turns
     return HarborEnvironment(
-        {own.name: own for own in tasks},
+        by_name,
         box,
         turns.agent_timeout_seconds if "agent_timeout_seconds" in turns.model_fields_set else None,
         turns.agent_timeout_seconds,

@@ -81,7 +81,7 @@ ENDS: Mapping[str, tuple[str, str, dict[str, float], float | None, str]] = {
     ),
     "the agent fails": (f"{ASKS}echo no space >&2; exit 3", CHECKS, {}, None, "agent_error"),
     "a reward of the agent": (f"{ASKS}echo 1 >/logs/verifier/reward.txt", "exit 1", {}, None, "reward_error"),
-    "the box is lost": (ASKS, "kill -9 1; kill -9 -1; sleep 2", {}, None, "box_error"),
+    "the tests are killed": (ASKS, "kill -9 1; kill -9 -1; sleep 2", {}, None, "reward_error"),
 }
 
 
@@ -169,13 +169,16 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
         made(tmp_path, BoxConfig(), leave_out=["sum"])
     with pytest.raises(UserError, match="give either a command here, or"):
         made(tmp_path, BoxConfig(), agent="a:b")
+    make_task(tmp_path / "copy", toml=f'{TOML}[task]\nname = "sum"')
+    with pytest.raises(UserError, match="have the name 'sum'"):
+        made(tmp_path, BoxConfig(kind="podman", program=("true",)))
 
 
 @pytest.mark.parametrize("answer", ["15", "16"])
 def test_harbor_gives_the_same_reward(answer: str, tmp_path: Path) -> None:
     python = Path(os.environ.get("OCTETRL_OUTSIDE", ""), "python")
     if not python.with_name("harbor").is_file():
-        missing("harbor", "not installed; `make test` runs it in build/outside")
+        missing("harbor", "not installed; `make test-outside` runs it")
     box, folder = folder_box(tmp_path), make_task(tmp_path / "sum")
     script = str(Path(__file__).with_name("harbor_trial.py"))
     said = subprocess.run(
