@@ -18,7 +18,7 @@ try:
     import lm_eval
     from lm_eval.tasks import TaskManager
 except ImportError as error:
-    missing("lm-eval", f"{error.name} is not installed; `make test` runs them in build/outside", whole_module=True)
+    missing("lm-eval", f"{error.name} is not installed; `make test-outside` runs them", whole_module=True)
 
 ROWS = [
     {"question": f"What is {n} + {n + 1}?", "choices": [f" {2 * n + 1}", " 100", " 7, 8, 9"], "gold": 0}

@@ -18,7 +18,7 @@ from tests.unit.agents.programs import played_task
 
 MINI = Path(os.environ.get("OCTETRL_OUTSIDE", ""), "mini")
 if not MINI.is_file():
-    missing("mini-swe-agent", "not installed; `make test` runs them in build/outside", whole_module=True)
+    missing("mini-swe-agent", "not installed; `make test-outside` runs them", whole_module=True)
 COMMANDS = (
     "python3 -m unittest 2>&1 | tail -n 5",
     "sed -i 's/a - b/a + b/' sums.py && python3 -m unittest 2>&1 | tail -n 1",

@@ -136,7 +136,7 @@ def server() -> Iterator[str]:
         import openenv  # noqa: F401
         import websockets  # noqa: F401
     except ImportError as error:
-        missing("openenv", f"{error.name} is not installed; `make test` runs them in build/outside")
+        missing("openenv", f"{error.name} is not installed; `make test-outside` runs them")
     command = [sys.executable, str(Path(__file__).parent / "guess_server.py")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -27,7 +27,7 @@ NOW = 1.0
 @pytest.fixture(scope="module")
 def sums() -> Iterator[VerifiersEnvironment]:
     if vf is None:
-        missing("verifiers", "not installed; `make test` runs them in build/outside")
+        missing("verifiers", "not installed; `make test-outside` runs them")
     sys.path.insert(0, str(Path(__file__).parent))
     short = {"setup": 1.0, "scoring": 1.0}
     environment = verifiers_environment("sums-taskset", {"agent": {"timeout": short}}, size=4, max_turns=3)

@@ -24,7 +24,7 @@ from tests.unit.rollout.test_call_tokens import (
 try:
     from renderers import parsing
 except ImportError as error:
-    missing("verifiers", f"{error.name} is not installed; `make test` runs them in build/outside", whole_module=True)
+    missing("verifiers", f"{error.name} is not installed; `make test-outside` runs them", whole_module=True)
 
 _TAGS = {"tool_call_id": "<tool_call>", "tool_call_end_id": "</tool_call>"}
 _THINK = {"think_id": "<think>", "think_end_id": "</think>"}
