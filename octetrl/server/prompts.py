@@ -135,7 +135,8 @@ class Prompts:
             raise wrong("messages", "this model has no chat template; use /v1/completions")
         tools = body.tool_schemas
         if tools is not None and self.tool_format is None:
-            raise wrong("tools", "tools: this model's form of tool calls is not supported; leave tools out")
+            how = "name one by --tool-format or rollout.tool_format, or leave tools out"
+            raise wrong("tools", f"tools: the chat template shows no known format of tool calls; {how}")
         try:
             check_variables(self._tokenizer, body.chat_template_kwargs)
         except UserError as error:

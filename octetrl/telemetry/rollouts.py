@@ -330,7 +330,9 @@ class SampledRow:
 
     @property
     def metrics(self) -> Mapping[str, float | None]:
-        return self.line.get("metrics", {})
+        """Without an agent's counters that are 0."""
+        given = self.line.get("metrics", {})
+        return {name: value for name, value in given.items() if value != 0 or not name.startswith("agent/")}
 
     @property
     def said(self) -> list[Utterance]:

@@ -51,7 +51,7 @@ def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_o
         rollout(RolloutStatus.SCORED, 1.0, changed, second),
         task=replace(TASK, environment="sums"),
         components={"right": 1.0},
-        metrics={"length": 2.0},
+        metrics={"length": 2.0, "agent/stragglers": 0.0},
         result="789",
         calls=[
             {"parent": None, "messages": [{"role": "user", "text": "?"}], "turn": 0},
@@ -71,6 +71,7 @@ def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_o
     assert set(written["turns"][0]["replies"][0]) == {"role", "text"}
     assert (written["advantage"], json.loads(other)["advantage"]) == (0.25, None)
     (row, _) = (row for *_, row in matching_rows(tmp_path, Filter()))
+    assert row.metrics == {"length": 2.0}
     assert [(part.by, part.text) for part in row.said] == [
         ("call 1", "3 tokens, trained"), ("user", "?"), ("model", "789"),
         ("call 2", "after call 1, 3 tokens, constrained"), ("answer", "{}"),
