@@ -59,7 +59,7 @@ class Asking:
     async def agent(self, task: Task, model: Model) -> str:
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
         headers = {"authorization": f"Bearer {model.api_key}"}
-        async with httpx.AsyncClient(base_url=model.base_url, headers=headers, timeout=600) as client:
+        async with httpx.AsyncClient(base_url=model.base_url, headers=headers, timeout=600, verify=False) as client:
             for number in range(self._calls):
                 if number:
                     await asyncio.sleep(random.uniform(*self._wait))

@@ -56,6 +56,7 @@ NUMBERS = (  # in the order of the line
     Number("rollout/mean_length", "length", ",.0f"),
     Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
+    Number("agent/discarded_tokens", "discarded tokens", ",.1f", only_above_0=True, warn=0.0),
     Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=EQUAL_REWARDS_LIMIT),
     Number("curriculum/resting_share", "resting", ".0%", only_above_0=True),
     Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=TRUNCATED_LIMIT),
@@ -74,7 +75,8 @@ OTHERS = {"log-probs equal": MISMATCH, "log-probs apart": MISMATCH, "apart": MIS
 }
 PRIORITY = (  # which numbers are kept where not all fit
     *("reward/mean", MISMATCH, "preference/accuracy", "kl", "rollout/failure_share"),
-    *("rollout/too_long_share", "reward/zero_variance_fraction", "rollout/truncated_share", TIME, REWARDS),
+    *("rollout/too_long_share", "agent/discarded_tokens", "reward/zero_variance_fraction"),
+    *("rollout/truncated_share", TIME, REWARDS),
     *(
         "rollout/unfinished_share",
         "curriculum/resting_share",

@@ -47,7 +47,7 @@ class Asking:
         self._begun += 1
         kind, messages = self._begun % 8, [{"role": "user", "content": str(task.prompt)}]
         headers = {"authorization": f"Bearer {model.api_key}"}
-        async with httpx.AsyncClient(base_url=model.base_url, headers=headers, timeout=600) as client:
+        async with httpx.AsyncClient(base_url=model.base_url, headers=headers, timeout=600, verify=False) as client:
             for _ in range(CALLS):
                 asked = asyncio.create_task(client.post("/chat/completions", json={"messages": messages}))
                 if kind == 1 and len(messages) > 2:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from typing import Any
 
@@ -10,11 +12,13 @@ import httpx
 import pytest
 import uvicorn
 
+from octetrl.agents.capture import OpenRollout
 from octetrl.environments.programs import Model
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import RunFailed
 from tests.unit.agents.programs import played
 from tests.unit.agents.test_capture import body, said
+from tests.unit.rollout.talking import TalkingSession
 
 USER = {"role": "user", "content": "7 + 8 ="}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -84,3 +88,71 @@ def test_a_server_that_ends_in_a_run_ends_the_run_at_once(
     with pytest.raises(RunFailed, match="MemoryError: no room"):
         played(asks)
     assert time.monotonic() - is_hit[0] < 5 and capsys.readouterr().err == ""
+
+
+def test_an_answer_whose_stream_was_cut_is_discarded_unless_a_marked_retry_fetches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_answer, has_left = threading.Event(), threading.Event()
+    events, leave = TalkingSession.events, OpenRollout.leave
+
+    def left(rollout: OpenRollout, answer: Any) -> None:
+        leave(rollout, answer)
+        has_left.set()
+
+    monkeypatch.setattr(OpenRollout, "leave", left)
+    monkeypatch.setattr(TalkingSession, "events", lambda *given: events(*given) if may_answer.is_set() else [])
+
+    async def cut(client: httpx.AsyncClient, text: str) -> None:
+        may_answer.clear()
+        has_left.clear()
+        async with client.stream("POST", "/chat/completions", json=body(text, stream=True)) as stream:
+            assert stream.status_code == 200  # the engine has it, and no part of the answer was sent
+        await asyncio.to_thread(has_left.wait, 20)
+        may_answer.set()
+
+    async def asks(client: httpx.AsyncClient, model: Model) -> None:
+        await cut(client, "7 + 8 =")
+        await cut(client, "8 + 9 =")
+        retry = {"x-stainless-retry-count": "1"}
+        answer = await client.post("/chat/completions", json=body("8 + 9 =", stream=True), headers=retry)
+        assert answer.text.count("so 15") and answer.text.rstrip().endswith("[DONE]")
+        await said(client, body("9 + 1 ="))
+
+    rollout, session = played(asks)
+    assert len(session.submitted) == 3 == rollout.reward and rollout.metrics["agent/joined_retries"] == 1
+    lengths = [len(turn.completion.token_ids) for turn in rollout.turns]
+    counts = [rollout.metrics[f"agent/{name}_tokens"] for name in ("sampled", "discarded", "constrained")]
+    assert len(lengths) == 2 and counts == [sum(lengths) + lengths[0], lengths[0], 0.0]
+    assert [turn.prompt_token_ids for turn in rollout.turns] == [one.prompt_token_ids for one in session.submitted[1:]]
+    assert rollout.metrics["time/agent"] > rollout.metrics["agent/time_in_engine"] / 3 > 0
+
+
+def test_requests_that_arrive_while_their_key_is_sealed_are_answered_or_refused() -> None:
+    statuses: list[int] = []
+    late: list[threading.Thread] = []
+    own: list[int] = []
+
+    def ask(model: Model) -> None:
+        key = {"x-api-key": model.api_key}
+        has_ended = contextlib.suppress(httpx.TransportError)  # the server of this test
+        with has_ended, httpx.Client(base_url=model.base_url, headers=key, timeout=20, verify=False) as client:
+            while not statuses or statuses[-1] == 200:
+                statuses.append(client.post("/chat/completions", json=body("7 + 8 =")).status_code)
+
+    async def asks(client: httpx.AsyncClient, model: Model) -> str:
+        late.extend(threading.Thread(target=ask, args=(model,)) for _ in range(8))
+        for thread in late:
+            thread.start()
+        while len(statuses) < 20:
+            await said(client, body("7 + 8 ="))
+            own.append(200)
+        return "15"
+
+    rollout, _ = played(asks, max_turns=1000)
+    for thread in late:
+        thread.join(20)
+    refused = [status for status in statuses if status != 200]
+    assert rollout.status is RolloutStatus.SCORED and len(refused) <= 8 and set(refused) <= {401, 409}
+    answered = sum(status == 200 for status in [*own, *statuses])
+    assert answered <= len(rollout.turns) <= answered + len(late) and rollout.reward == len(rollout.turns)

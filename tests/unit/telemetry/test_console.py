@@ -110,6 +110,7 @@ def test_important_numbers_stay_and_a_warning_takes_the_room_of_others() -> None
         StepLine(200).parts(2, sound | {"rollout/failure_share": 0.5, "rollout/truncated_share": 0.5}, "9 s", 80)
     )
     assert "failed 50%" in failed and "truncated 50%" in failed
+    assert "discarded tokens 7.5" in line(StepLine(200).parts(2, sound | {"agent/discarded_tokens": 7.5}, "9 s", 80))
 
 
 def test_what_a_line_says_of_rewards_and_environments() -> None:
