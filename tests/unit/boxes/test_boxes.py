@@ -200,6 +200,20 @@ def test_a_box_that_is_killed_is_lost_and_has_no_exit_code(config: BoxConfig) ->
     in_box(config, use)
 
 
+def test_a_start_that_failed_counts_until_another_box_has_started(tmp_path: Path) -> None:
+    boxes = Boxes(config_of("bubblewrap", tmp_path)).of(Task("1", "?"))
+
+    async def use() -> None:
+        with pytest.raises(BoxError):
+            await boxes.open(image=str(tmp_path / "none"))
+        assert boxes.is_used and boxes.lost() is not None
+        await boxes.open()
+        assert boxes.lost() is None
+        await boxes.close()
+
+    asyncio.run(use())
+
+
 def test_a_connection_that_is_cut_is_no_exit_code(tmp_path: Path) -> None:
     config = config_of("podman", tmp_path)
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octetrl.boxes.box import Box
 from octetrl.boxes.boxes import Boxes
 from octetrl.config.box import BoxConfig
 from octetrl.config.environment import AgentConfig, EnvironmentConfig
-from octetrl.environments.harbor import HarborEnvironment, _read_json, _read_text, harbor_environment, read_task
+from octetrl.environments.dialogue import Failed
+from octetrl.environments.harbor import (
+    HarborEnvironment,
+    _check_health,
+    _read_json,
+    _read_text,
+    harbor_environment,
+    read_task,
+)
+from octetrl.process.command import CommandResult
 from octetrl.records import Rollout
 from octetrl.system.errors import UserError
 from tests.required import missing
@@ -106,6 +119,35 @@ def test_a_limit_of_time_is_the_tasks(place: str, tmp_path: Path) -> None:
     rollout = played(made(make_task(tmp_path / "sum", tests, toml), folder_box(tmp_path), script))
     expected = ("reward_timeout", None) if place == "verifier" else ("unfinished", 1.0)
     assert (rollout.status, rollout.reward) == expected, rollout.detail
+
+
+@pytest.mark.parametrize(
+    ("turns", "seconds"),
+    [({}, 30.0), ({"agent_timeout_seconds": 10.0}, 10.0), ({"agent_timeout_seconds": 60.0}, 30.0)],
+)
+def test_an_agents_time_is_the_tasks_and_at_most_the_recipes(
+    turns: dict[str, float], seconds: float, tmp_path: Path
+) -> None:
+    folder = make_task(tmp_path / "sum", toml=f"{TOML}[agent]\ntimeout_sec = 30")
+    given = {"kind": "harbor", "agent": {"command": ("a",)}, "box": {"program": ("true",)}, "turns": turns}
+    environment = harbor_environment(str(folder), EnvironmentConfig.model_validate(given))
+    assert environment._agent_seconds(environment.harbor_tasks["sum"]) == seconds
+
+
+@pytest.mark.parametrize(("start", "retries", "is_healthy"), [(30, 1, True), (0, 1, False), (0, 2, True)])
+def test_a_health_check_may_fail_while_the_box_starts_and_then_less_than_retries(
+    start: float, retries: int, is_healthy: bool, tmp_path: Path
+) -> None:
+    class StartingBox(Box):
+        codes = iter([1, 0])
+
+        async def run(self, *_: Any, **__: Any) -> CommandResult:
+            return CommandResult(next(self.codes), "", "")
+
+    check = {"command": "", "start_period_sec": start, "retries": retries, "interval_sec": 0, "start_interval_sec": 0}
+    own = replace(read_task(make_task(tmp_path / "sum"), BoxConfig()), healthcheck=check)
+    with nullcontext() if is_healthy else pytest.raises(Failed):
+        asyncio.run(_check_health(StartingBox(BoxConfig()), own))
 
 
 def test_an_image_is_built_once(tmp_path: Path) -> None:
