@@ -6,7 +6,8 @@ For dense models that have no blocks here (models/families.py). The modules are 
     nn.Linear         becomes a Linear or a Float8Linear of the policy, with its adapter
     nn.Embedding      becomes ours, whose gradient has one order of sums; one that scales stays
     attention         is ours, packed for the trainer and on pages for the engine, with the cache's formats
-    the rest          norms, RoPE, activations, residuals: as transformers has them, in eager mode
+    activations       in float64 on a CPU, rounded once: torch's vectors and the rest of a loop differ in the last bit
+    the rest          norms, RoPE, residuals: as transformers has them, in eager mode
 
 So both sides of a run compute the same ops. On a CPU a token's bits do not depend on the other tokens of a forward for
 the families that tests/parity/test_transformers.py lists. No family is promised on a GPU, where the modules run one by
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2CLS
 
 from octetrl.config.schema import LoraConfig
 from octetrl.fp8.backends import BackendName
@@ -38,6 +40,8 @@ from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, Dec
 from octetrl.models.transformers_shape import ATTEND, CHILDREN, build_modules
 from octetrl.shapes.blocks import PLACES
 from octetrl.shapes.spec import ModelSpec
+
+ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})  # classes of modules
 
 
 class TransformersDecoder(Decoder):
@@ -189,6 +193,37 @@ class TransformersAttention(FusedAttention):
         return self.attend(q_THD, k_TKD, v_TKD, self.context)[None]
 
 
+class _Activation(nn.Module):
+    """An activation whose bits do not depend on an element's place in the tensor."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.activation(x) if x.is_cuda else _InFloat64.apply(x, self.activation)
+        return y
+
+
+class _InFloat64(torch.autograd.Function):
+    """Keeps its input as it is given, not in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        y: Tensor = activation(x.double())
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            exact = x.double().requires_grad_()
+            (dx,) = torch.autograd.grad(ctx.activation(exact), exact, grads[0].double())
+        return dx.to(x.dtype), None
+
+
 def _build_layer(index: int, layer: nn.Module, builder: LayerBuilder) -> TransformersLayer:
     """Our linears and attention in a layer of transformers."""
     linears = {one.name: one for one in builder.spec.blocks_of(index).attention.adaptable(builder.spec)}
@@ -196,8 +231,10 @@ def _build_layer(index: int, layer: nn.Module, builder: LayerBuilder) -> Transfo
         parent, _, own = name.rpartition(".")
         setattr(layer.get_submodule(parent), own, builder.linear(f"layers.{index}", linears, name))
     attention = TransformersAttention(builder.block_builder(index, partial(builder.linear, "", linears)))
-    for module in layer.modules():
+    for name, module in [*layer.named_modules()]:
         module.__dict__[ATTEND] = attention.for_transformers
+        if isinstance(module, ACTIVATIONS) and next(module.parameters(), None) is None:
+            layer.set_submodule(name, _Activation(module))
     layer.add_module("octetrl_attention", attention)
     return TransformersLayer(index, layer, attention)
 

@@ -100,6 +100,17 @@ def test_adapters_change_what_they_are_asked_to(targets: tuple[str, ...] | None,
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_activation_does_not_depend_on_the_place_in_a_tensor(dtype: torch.dtype) -> None:
+    """torch's GELU of -5.0625 in BF16, and its SiLU in float32, differ behind the last whole vector."""
+    content = config_of("gemma", hidden_activation="gelu_pytorch_tanh" if dtype == torch.bfloat16 else "silu")
+    spec = spec_from_config(content, implementation="transformers")
+    model = decoder_class(spec)(spec, precision_policy(spec, Fp8Config()), "train", dtype=dtype)
+    activation = model.get_submodule("layers.0.mlp.act_fn")
+    x = torch.linspace(-6, 6, 3001).to(dtype)
+    assert torch.equal(activation(x), torch.cat([activation(one) for one in x.split(1)]))
+
+
 def test_an_fp8_export_has_codes_of_the_linears(tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 4}
     their_model("olmo3", **wide).save_pretrained(tmp_path / "theirs")
