@@ -7,6 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, run
 
 AGENT: dict[str, Any] = {
@@ -63,6 +66,14 @@ def test_how_an_agent_ends_is_its_status_and_no_failure_is_a_reward_of_0(model: 
     assert line["rollout/agent_error"] == counted["agent_error"] > 0
     assert line["rollout/unfinished"] == counted["unfinished"] > 0
     assert line["mismatch/max_abs_diff"] == 0.0
+
+
+def test_agents_that_all_fail_end_the_run_and_train_nothing(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(FailureShareError, match="8 x agent_error"):
+        run(model, tmp_path / "run", agents("Broken", steps=1))
+    (line,) = read_lines(tmp_path / "run/metrics.jsonl")
+    assert line["rollout/agent_error"] == 8 and "grad_norm" not in line and line["time/agent"] > 0
+    assert line["agent/late_requests"] == 0 < line["agent/sampled_tokens"]
 
 
 PROGRAM = """

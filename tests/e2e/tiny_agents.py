@@ -48,6 +48,12 @@ class Failing(Caller):
         return first
 
 
+class Broken(Caller):
+    async def calls(self, client: AsyncOpenAI, messages: list[Any]) -> str:
+        await said(client, messages)
+        raise KeyError("no such tool")
+
+
 async def said(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
     answer = await client.chat.completions.create(model="gpt-5", messages=messages, **options)
     return answer.choices[0].message.content or ""
