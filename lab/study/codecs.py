@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.fp8.format import E4M3_MAX, decode_e4m3, round_to_e4m3
-from octetrl.fp8.mxfp8 import dequantize_mx, quantize_mx
+from octetrl.fp8.mxfp8 import dequantize_mx, quantize_mx_reference
 from octetrl.fp8.quantize import quantize_kv_per_head, quantize_kv_per_token, scale_and_inverse
 
 Values = Callable[[Tensor], Tensor]
@@ -138,7 +138,7 @@ def in_blocks(x: Tensor, rows: int, columns: int, integers: bool = False) -> Ten
 
 def mxfp8(x_MK: Tensor, rounding: Literal["up", "ocp"] = "up") -> Tensor:
     """A matrix after MXFP8 along its rows (octetrl/fp8/mxfp8.py)."""
-    return dequantize_mx(quantize_mx(x_MK, rounding)).to(x_MK.dtype)
+    return dequantize_mx(quantize_mx_reference(x_MK, rounding)).to(x_MK.dtype)
 
 
 def nvfp4(x_MK: Tensor) -> Tensor:

@@ -112,7 +112,8 @@ def kernel_lines(policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str,
     found = architecture_of(device.capability)
     if found.was_run:
         return
-    emulated = any(policy.uses_fp8(side) for side in SIDES) and (found.fp8 is None or policy.mx)
+    has_products = (found.mx if policy.mx else found.fp8) is not None
+    emulated = any(policy.uses_fp8(side) for side in SIDES) and not has_products
     products = "; FP8 products are emulated" if emulated else ""
     yield "kernels", f"{found.name}: plain Triton{products}. None of them was ever run or timed there"
 

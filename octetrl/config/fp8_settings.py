@@ -19,8 +19,8 @@ class Fp8Config(Section):
     """Use FP8 block-scaled linears in the trainer: forward, dgrad and wgrad."""
     format: Literal["block", "mxfp8"] = "block"
     """Format of the FP8 linears. block: E4M3 with a float32 scale for 128 x 128 weights and for 1 x 128 activations.
-    mxfp8: E4M3 with a power of two for every 32 values along the sum, as Blackwell multiplies; it is emulated on every
-    device, on one worker, without vLLM."""
+    mxfp8: E4M3 with a power of two for every 32 values along the sum, as Blackwell multiplies; it is emulated on
+    other devices, on one worker, without vLLM."""
     kv_cache: KVMode = "none"
     """Format of the KV cache. none: the model's dtype. calibrated: E4M3 with one scale per layer and KV head. dynamic:
     E4M3 with one scale per token and KV head. int8: 8-bit integers with one scale per token and KV head. Latent
@@ -49,10 +49,10 @@ class Fp8Config(Section):
     ignore: tuple[str, ...] = ()
     """Names of linears that stay BF16 in engine and trainer. `*` matches any text: `layers.0.mlp.*`, `*.o_proj`."""
     emulate: bool | None = None
-    """Whether to emulate FP8. null: emulate on a CPU, use the tensor cores on Hopper. true: emulate on any device
-    (correct, but slow). false: never emulate."""
+    """Whether to emulate FP8. null: emulate on a CPU, use the tensor cores on Hopper and Blackwell. true: emulate on
+    any device (correct, but slow). false: never emulate."""
 
     @property
     def is_emulated(self) -> bool | None:
-        """`emulate`, and True for MXFP8, whose GEMM has not run on a GPU yet."""
+        """`emulate`, and True for MXFP8, which has no fused kernels on any GPU."""
         return True if self.format == "mxfp8" else self.emulate

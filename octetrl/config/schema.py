@@ -462,7 +462,7 @@ class Recipe(Section):
 
     precision: Precision | None = None
     """Sets fp8.rollout, fp8.train and fp8.kv_cache together. bf16: no FP8. fp8_rollout: FP8 rollout. fp8: FP8 rollout
-    and training. fp8_full: both, and a calibrated FP8 KV cache. mxfp8: rollout and training in MXFP8, emulated."""
+    and training. fp8_full: both, and a calibrated FP8 KV cache. mxfp8: rollout and training in MXFP8."""
     model: ModelConfig
     fp8: Fp8Config = Fp8Config()
     rollout: RolloutConfig = RolloutConfig()

@@ -4,7 +4,7 @@
     sm_80        none: no FP8 in its tensor cores         plain Triton
     sm_89        none: not written for its tensor cores   plain Triton
     sm_90        cuBLASLt, Gluon and plain Triton         Gluon and plain Triton       the only one that was run
-    sm_100       plain Triton                             plain Triton                 compiled, never run
+    sm_100       plain Triton, MXFP8 too                  plain Triton                 compiled, never run
     sm_120       none: not written for its tensor cores   plain Triton
 
 Gluon's kernels use instructions that only Hopper has. Block-scaled products of cuBLASLt are Hopper's too, in torch. The
@@ -17,15 +17,17 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Products = Literal["scaled_mm", "triton"]
+MxProducts = Literal["dot_scaled"]
 Capability = tuple[int, int]  # compute capability: (9, 0)
 
 
 class Architecture(NamedTuple):
-    """fp8: the backend of its FP8 products (fp8/backends.py); None: it has none. gluon: whether Gluon's kernels run.
-    was_run: whether its bits are tested."""
+    """fp8, mx: the backends of its FP8 and MXFP8 products (fp8/backends.py); None: they are emulated. gluon: whether
+    Gluon's kernels run. was_run: whether its bits are tested."""
 
     name: str
     fp8: Products | None = None
+    mx: MxProducts | None = None
     gluon: bool = False
     was_run: bool = False
 
@@ -35,7 +37,7 @@ ARCHITECTURES = {
     (8, 0): Architecture("sm_80"),
     (8, 9): Architecture("sm_89"),
     (9, 0): Architecture("sm_90", fp8="scaled_mm", gluon=True, was_run=True),
-    (10, 0): Architecture("sm_100", fp8="triton"),
+    (10, 0): Architecture("sm_100", fp8="triton", mx="dot_scaled"),
     (12, 0): Architecture("sm_120"),
 }
 

@@ -12,9 +12,9 @@ rows of the batch.
 MXFP8 has blocks of 1x32 along the sum in both operands of all three, so dgrad needs codes of its own.
 
 "scaled_mm" (`scaled_mm.py`) runs cuBLASLt on a Hopper GPU, "triton" (`kernels/gemm/fp8_gemm.py`, which adds it here)
-runs on one of Blackwell. "emulated" (`emulated_gemm.py`) runs on any device and is
-meant for a CPU, and so does "mxfp8". For the forward on a GPU, `kernels/gemm/fp8_gemm.py` has faster kernels with the
-bits of "scaled_mm".
+runs on one of Blackwell, and so does "dot_scaled" (`kernels/gemm/mxfp8_gemm.py`) for MXFP8. "emulated"
+(`emulated_gemm.py`) and "mxfp8" (`mxfp8.py`) run on any device and are meant for a CPU. For the forward on a GPU,
+`kernels/gemm/fp8_gemm.py` has faster kernels with the bits of "scaled_mm".
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from octetrl.fp8.mxfp8 import mx_backward_nt, mx_nt
 from octetrl.fp8.quantize import Quantized, is_square
 from octetrl.fp8.scaled_mm import scaled_mm_nt, scaled_mm_wgrad
 
-BackendName = Literal["scaled_mm", "triton", "emulated", "mxfp8"]
-ON_GPU: tuple[BackendName, ...] = ("scaled_mm", "triton")  # the others are emulated
+BackendName = Literal["scaled_mm", "triton", "dot_scaled", "emulated", "mxfp8"]
+FUSED: tuple[BackendName, ...] = ("scaled_mm", "triton")  # a GPU's fused forwards have their codes
+ON_GPU: tuple[BackendName, ...] = (*FUSED, "dot_scaled")  # the others are emulated
 
 
 class Backend(NamedTuple):
@@ -74,9 +75,9 @@ def fp8_gemm_wgrad(
     """dw[N, K] from codes dy [N, T] and x [K, T] (`quantize_tokens`), T a multiple of 128, scales [., T/128].
 
     dy has one scale for each row. x has one for each row or, if quantised with `square`, one for 128 rows. The shape of
-    x's scale decides which GEMM runs. "mxfp8": both from `quantize_mx` of the transposed tensors, any T.
+    x's scale decides which GEMM runs. MXFP8: both from `quantize_mx` of the transposed tensors, any T.
     """
-    if backend == "mxfp8":
+    if BACKENDS[backend].block[0] == 1:
         _check_nt(dy_tokens, x_tokens, backend)
         return BACKENDS[backend].wgrad(dy_tokens, x_tokens, out_dtype)
     assert dy_tokens.codes.shape[1] == x_tokens.codes.shape[1], "wgrad: the operands have different numbers of tokens"

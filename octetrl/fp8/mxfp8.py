@@ -13,6 +13,7 @@ values above 1.75 of the largest power of two saturate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -23,21 +24,23 @@ from octetrl.fp8.format import E4M3, MX_BLOCK, encode_e4m3, round_to_e4m3
 from octetrl.fp8.quantize import Quantized, check_finite, dequantize, quantize_in_rows
 
 
-def quantize_mx(x_MK: Tensor, rounding: Literal["up", "ocp"] = "up") -> Quantized:
+def quantize_mx_reference(x_MK: Tensor, rounding: Literal["up", "ocp"] = "up") -> Quantized:
     """[M, K] -> codes [M, K] E4M3, scale [M, ceil(K/32)] float32, powers of two. `rounding`: of the scale."""
     return quantize_in_rows(x_MK, rounding == "up" or "ocp", encode_e4m3, E4M3, MX_BLOCK)
 
 
 def quantize_mx_values(x_MK: Tensor) -> Quantized:
-    """As `quantize_mx`, with the codes' values in float32."""
+    """As `quantize_mx_reference`, with the codes' values in float32."""
     return quantize_in_rows(x_MK, True, round_to_e4m3, torch.float32, MX_BLOCK)
 
 
-def quantize_mx_weight(w_NK: Tensor, name: str, out: Quantized | None, check: bool) -> Quantized:
-    """`quantize_mx` of a weight, into `out` if given. NonFiniteError as from `quantize_weight`."""
+def quantize_mx_weight(
+    w_NK: Tensor, name: str, out: Quantized | None, check: bool, quantize: Callable[[Tensor], Quantized]
+) -> Quantized:
+    """`quantize` of a weight, into `out` if given. NonFiniteError as from `quantize_weight`."""
     if check or not w_NK.is_cuda:
         check_finite(w_NK, name)
-    made = quantize_mx(w_NK)
+    made = quantize(w_NK)
     if out is None:
         return made
     out.codes.copy_(made.codes)

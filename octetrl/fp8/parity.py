@@ -54,8 +54,8 @@ def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> s
     if recipe.model.dtype != "bfloat16":
         return f"the fused kernels of a GPU are for BF16 (model.dtype: {recipe.model.dtype})"
     if recipe.fp8.is_emulated is True and policy.uses_fp8(side):
-        why = "fp8.format: mxfp8" if policy.mx else "fp8.emulate: true"
-        return f"emulated FP8 has no fused kernels on a GPU ({why})"
+        name, why = ("MXFP8", "fp8.format: mxfp8") if policy.mx else ("emulated FP8", "fp8.emulate: true")
+        return f"{name} has no fused kernels on a GPU ({why})"
     return None
 
 

@@ -7,7 +7,7 @@ Its three GEMMs (fp8/backends.py):
     wgrad     dw[N, K] = qt(dy)[N, M]  qt(x)[K, M]^T    both quantised again in blocks of 128 tokens
 
 With `square_wgrad` a block of x in wgrad also spans 128 channels, which is the faster GEMM. In MXFP8 (`backend`
-"mxfp8") all blocks are 1x32 along the sum, so dgrad has codes of its own, quantised along N: `columns`.
+"mxfp8" or "dot_scaled") all blocks are 1x32 along the sum, so dgrad has codes of its own, quantised along N: `columns`.
 
 **Codes.** `requantize()` quantises the weight once per optimizer step, from its BF16 rounding, into the buffers `codes`
 and `scale`. The forward does not quantise it. The engine reads the same buffers, so trainer and engine multiply by the
@@ -47,9 +47,11 @@ from torch import Tensor, nn
 
 from octetrl.fp8.backends import BACKENDS, ON_GPU, BackendName, fp8_gemm_dgrad, fp8_gemm_nt, fp8_gemm_wgrad, transposed
 from octetrl.fp8.format import E4M3, decode_e4m3
-from octetrl.fp8.mxfp8 import quantize_mx, quantize_mx_values, quantize_mx_weight
+from octetrl.fp8.mxfp8 import quantize_mx_reference, quantize_mx_values, quantize_mx_weight
 from octetrl.fp8.quantize import Quantized, quantize_activation_values, quantize_tokens_values
+from octetrl.kernels.gemm import mxfp8_gemm  # noqa: F401  (it adds the backend "dot_scaled")
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
+from octetrl.kernels.quantize.quantize_mx import quantize_mx
 from octetrl.kernels.quantize.quantize_tokens import quantize_tokens
 from octetrl.kernels.quantize.quantize_weight import quantize_weight, quantize_weight_transposed
 from octetrl.kernels.quantize.quantize_weights import QuantizedWeight
@@ -64,12 +66,18 @@ ACTIVATION_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool], Quantized]] = 
     "triton": quantize_activation,
     "emulated": quantize_activation_values,
     "mxfp8": lambda x_MK, _: quantize_mx_values(x_MK),
+    "dot_scaled": lambda x_MK, _: quantize_mx(x_MK),
 }
 _TOKEN_QUANTIZERS: dict[BackendName, Callable[[Tensor, bool, bool], Quantized]] = {
     "scaled_mm": quantize_tokens,
     "triton": quantize_tokens,
     "emulated": quantize_tokens_values,
     "mxfp8": lambda x_TK, _, __: quantize_mx_values(x_TK.t()),
+    "dot_scaled": lambda x_TK, _, __: quantize_mx(x_TK.t()),
+}
+_MX_QUANTIZERS: dict[BackendName, Callable[[Tensor], Quantized]] = {  # of weights
+    "mxfp8": quantize_mx_reference,
+    "dot_scaled": quantize_mx,
 }
 
 
@@ -149,8 +157,8 @@ class Float8Linear(nn.Module):
         self._quantized_version = self.weight._version
         if self.backend not in ON_GPU:  # a kernel's writes do not move the counter
             torch.autograd.graph.increment_version(self.codes)
-            if self.backend == "mxfp8" and self.has_weight:  # now, since a frozen weight is dropped later
-                self.columns = self.columns_of(self.weight.detach())
+        if self.backend in _MX_QUANTIZERS and self.has_weight:  # now, since a frozen weight is dropped later
+            self.columns = self.columns_of(self.weight.detach())
 
     def quantize(
         self,
@@ -162,15 +170,15 @@ class Float8Linear(nn.Module):
         check: bool = False,
     ) -> Quantized:
         """Codes and scales of a weight of this shape, in this linear's blocks (`quantize_weight`)."""
-        if self.backend == "mxfp8":
-            return quantize_mx_weight(weight_NK, name, out, check)
+        if self.backend in _MX_QUANTIZERS:
+            return quantize_mx_weight(weight_NK, name, out, check, _MX_QUANTIZERS[self.backend])
         return quantize_weight(
             weight_NK, self.power_of_two, name=name, out=out, transposed_KN=transposed_KN, check=check
         )
 
     def columns_of(self, weight_NK: Tensor) -> Quantized:
         """The operand of dgrad in MXFP8."""
-        return quantize_mx(weight_NK.t())
+        return _MX_QUANTIZERS[self.backend](weight_NK.t())
 
     @property
     def skips_requantize(self) -> bool:
@@ -240,7 +248,7 @@ class Float8Linear(nn.Module):
 
     def dgrad_operand(self) -> Quantized:
         """The weight as the operand of dgrad's GEMM: the same codes, transposed, or `columns`."""
-        if self.backend == "mxfp8":
+        if self.backend in _MX_QUANTIZERS:
             if self.columns is not None:
                 return self.columns
             assert self.weight is not None, CODES_ARE_FREED

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.fp8.backends import ON_GPU, BackendName
+from octetrl.fp8.backends import FUSED, BackendName
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
@@ -106,9 +106,7 @@ class Float8StackedLinear(Float8Linear):
             has_weight=has_weight,
         )
         is_whole = in_features % BLOCK == out_features % BLOCK == 0
-        assert is_whole or backend not in ON_GPU, (
-            f"{out_features} x {in_features}: build_blocks.py refuses such experts"
-        )
+        assert is_whole or backend not in FUSED, f"{out_features} x {in_features}: build_blocks.py refuses such experts"
         self.out_features, self.count = out_features, count
         self.blocks = -(-out_features // self.block[0])  # of an expert's rows
         self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)

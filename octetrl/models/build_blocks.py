@@ -18,7 +18,7 @@ import torch
 from octetrl.config.lora import lora_parts
 from octetrl.config.rules_shape import ONLY_BFLOAT16, expert_widths_refused
 from octetrl.config.schema import LoraConfig
-from octetrl.fp8.backends import ON_GPU, BackendName
+from octetrl.fp8.backends import FUSED, BackendName
 from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.layers.cut_linear import CutFloat8Linear, CutLinear
 from octetrl.layers.linear import Float8Linear, Projection
@@ -100,14 +100,14 @@ class LayerBuilder:
     def __post_init__(self) -> None:
         """UserError: a GPU has no kernels for such a model."""
         assert (self.group.rank, self.group.size) == (self.spec.tensor.rank, self.spec.tensor.size), "another part"
-        emulated = self.backend not in ON_GPU and self.policy.uses_fp8(self.side)
+        emulated = self.backend not in FUSED and self.policy.uses_fp8(self.side)
         on_gpu = torch.device(self.device).type == "cuda"
         why_not = self.spec.refused_on_gpu()
         if on_gpu and why_not is not None:
             raise UserError(why_not)
         if on_gpu and self.spec.has_experts and (emulated or self.dtype != torch.bfloat16):
             raise UserError(ONLY_BFLOAT16)
-        if on_gpu or self.backend in ON_GPU:
+        if on_gpu or self.backend in FUSED:
             fp8 = {linear.name for linear in self.policy.linears if getattr(linear, self.side) == "fp8"}
             if (why_not := expert_widths_refused(self.spec, fp8)) is not None:
                 raise UserError(why_not)

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, MX_BLOCK
-from octetrl.fp8.mxfp8 import quantize_mx
+from octetrl.fp8.mxfp8 import quantize_mx_reference
 from octetrl.fp8.quantize import Quantized, check_finite, dequantize, quantize_weight_reference
 from octetrl.layers.weight_memory import Loading, filling, scale_row
 from octetrl.models.decoder import Decoder
@@ -346,7 +346,7 @@ def _quantized(
             continue
         if mx:
             check_finite(tensor, name)
-            codes, scale = quantize_mx(tensor.cpu())
+            codes, scale = quantize_mx_reference(tensor.cpu())
             yield name, codes
             yield name + MX_SCALES.suffix, scale.to(torch.float8_e8m0fnu).view(torch.uint8)
             continue

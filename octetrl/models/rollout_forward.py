@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.fp8.backends import ON_GPU
+from octetrl.fp8.backends import FUSED
 from octetrl.layers.context import PagedContext
 from octetrl.models.blocks.block import RolloutInputs
 from octetrl.models.blocks.normed import add_norm, stored_form
@@ -25,7 +25,7 @@ from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder
 def can_fuse(model: Decoder) -> bool:
     """Whether a GPU can run the fused rollout of this model: it is in BF16, and no FP8 linear is emulated."""
     fits = model.has_fused_forms and model.dtype == torch.bfloat16
-    return fits and all(linear.backend in ON_GPU for _, linear in model.float8_linears())
+    return fits and all(linear.backend in FUSED for _, linear in model.float8_linears())
 
 
 @torch.no_grad()

@@ -148,7 +148,7 @@ class ModelBuilder:
 
     @property
     def _fp8_backend(self) -> BackendName:
-        return choose_backend(self.device, self.recipe.fp8.is_emulated, mx=self.policy.mx)
+        return choose_backend(self.device, self.recipe.fp8.emulate, mx=self.policy.mx)
 
 
 def teacher_fp8(recipe: Recipe) -> Fp8Config:

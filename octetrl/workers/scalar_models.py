@@ -61,7 +61,7 @@ def scalar_decoder(
     fp8_weights: bool = True,
 ) -> ScalarDecoder:
     """Its weights undefined. `fp8_weights` false: those of FP8 linears have no memory (layers/weight_memory.py)."""
-    backend = choose_backend(device, recipe.fp8.is_emulated, mx=policy.mx) if policy.uses_fp8("train") else "emulated"
+    backend = choose_backend(device, recipe.fp8.emulate, mx=policy.mx) if policy.uses_fp8("train") else "emulated"
     dtype = getattr(torch, recipe.model.dtype)
     return ScalarDecoder(spec, policy, dtype=dtype, device=device, backend=backend, lora=lora, fp8_weights=fp8_weights)
 

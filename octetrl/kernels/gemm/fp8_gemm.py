@@ -265,14 +265,21 @@ def fp8_gemm_triton(x: Quantized, w: Quantized, config: Config, out_dtype: torch
 
 def triton_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
     """The plain kernel at every M, N and K. x and w in any layout of scales, w's codes contiguous."""
-    missing = -x.codes.shape[1] % TMA_BYTES  # rows of codes that TMA can address; zeros change no sum
-    if missing:
-        padded = (F.pad(one.codes.view(torch.uint8), (0, missing)).view(one.codes.dtype) for one in (x, w))
-        x, w = (Quantized(codes, one.scale) for codes, one in zip(padded, (x, w), strict=True))
+    x, w = addressable(x, w)
     if x.codes.shape[0] > 1 and x.scale.stride(0) != 1:
         x = Quantized(x.codes, x.scale.t().contiguous().t())
     config = plain_config(min(x.codes.shape[0], LARGEST_WITHOUT_ENTRY))
     return fp8_gemm_triton(x, Quantized(w.codes, w.scale.contiguous()), config, out_dtype)
+
+
+def addressable(x: Quantized, w: Quantized) -> tuple[Quantized, Quantized]:
+    """Both with rows of codes that TMA can address: zeros are added along K, which change no sum."""
+    missing = -x.codes.shape[1] % TMA_BYTES
+    if not missing:
+        return x, w
+    padded = (F.pad(one.codes.view(torch.uint8), (0, missing)).view(one.codes.dtype) for one in (x, w))
+    x, w = (Quantized(codes, one.scale) for codes, one in zip(padded, (x, w), strict=True))
+    return x, w
 
 
 def triton_wgrad(dy_tokens: Quantized, x_tokens: Quantized, out_dtype: torch.dtype) -> Tensor:

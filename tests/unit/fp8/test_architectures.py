@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,8 @@ def test_check_and_the_run_promise_nothing_where_nothing_was_run(capability: Cap
     policy = precision_policy(TINY_SPEC, FP8.fp8)
     device = Device("A GPU", True, 80 << 30, capability=capability)
     lines = [text for _, text in kernel_lines(policy, device)]
+    mx_lines = [text for _, text in kernel_lines(replace(policy, mx=True), device)]
+    assert was_run or ("emulated" in mx_lines[0]) is (name != "sm_100")
     assert bool(missing_fp8(FP8, device)) is (products is None)
     why = parity.why_measured(FP8, policy, on_gpu=True, capability=capability)
     if was_run:

@@ -12,7 +12,7 @@ import torch
 from octetrl.fp8.backends import fp8_gemm_nt
 from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.format import E4M3, MX_BLOCK
-from octetrl.fp8.mxfp8 import dequantize_mx, quantize_mx, quantize_mx_values
+from octetrl.fp8.mxfp8 import dequantize_mx, quantize_mx_reference, quantize_mx_values
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.quantize import Quantized
 from octetrl.layers.linear import Float8Linear
@@ -43,7 +43,7 @@ def nearest(x: Fraction) -> Fraction:
 def test_codes_and_scales_are_those_of_the_definition(rounding: Rounding, size: float) -> None:
     x_MK = ((2 * torch.rand(6, 80, generator=torch.Generator().manual_seed(3)) - 1) * size).bfloat16()
     x_MK[0, :MX_BLOCK] = 0
-    found = quantize_mx(x_MK, rounding)
+    found = quantize_mx_reference(x_MK, rounding)
     assert found.scale.shape == (6, 3)
     for row in range(6):
         for block in range(3):
@@ -61,7 +61,7 @@ def test_codes_and_scales_are_those_of_the_definition(rounding: Rounding, size: 
 
 def test_the_two_roundings_differ_where_the_largest_value_would_saturate() -> None:
     x_MK = torch.tensor([1.0, 1.75, 1.7578125, 1.9921875])[:, None].expand(4, MX_BLOCK).contiguous()
-    up, ocp = quantize_mx(x_MK), quantize_mx(x_MK, "ocp")
+    up, ocp = quantize_mx_reference(x_MK), quantize_mx_reference(x_MK, "ocp")
     assert up.scale.flatten().tolist() == [2**-8, 2**-8, 2**-7, 2**-7]
     assert ocp.scale.flatten().tolist() == [2**-8] * 4
     assert dequantize_mx(ocp)[:, 0].tolist() == [1.0, 1.75, 1.75, 1.75]
@@ -72,7 +72,7 @@ def test_the_two_roundings_differ_where_the_largest_value_would_saturate() -> No
 def test_a_value_that_is_not_finite_poisons_its_block_and_no_other(bad: float) -> None:
     x_MK = torch.ones(1, 64)
     x_MK[0, 40] = bad
-    found = quantize_mx(x_MK)
+    found = quantize_mx_reference(x_MK)
     assert found.scale.isnan().tolist() == [[False, True]]
     assert found.codes.view(torch.uint8)[0, MX_BLOCK:].unique().tolist() == [0x7F]
     linear = Float8Linear(64, 1, backend="mxfp8")
@@ -85,7 +85,7 @@ def test_a_value_that_is_not_finite_poisons_its_block_and_no_other(bad: float) -
 def operands(rows: int, columns: int, depth: int) -> tuple[Quantized, Quantized]:
     generator = torch.Generator().manual_seed(5)
     x_MK, w_NK = (torch.randn(size, depth, generator=generator).bfloat16() for size in (rows, columns))
-    return quantize_mx_values(x_MK * 10 ** torch.randn(rows, 1, generator=generator)), quantize_mx(w_NK)
+    return quantize_mx_values(x_MK * 10 ** torch.randn(rows, 1, generator=generator)), quantize_mx_reference(w_NK)
 
 
 def test_a_product_adds_blocks_of_32_in_ascending_order_whatever_the_batch() -> None:
@@ -122,7 +122,7 @@ def test_the_three_gemms_of_a_linear_have_codes_along_their_sums() -> None:
     w_NK = linear.weight.detach()
 
     def through(values: torch.Tensor) -> torch.Tensor:
-        return dequantize_mx(quantize_mx(values))
+        return dequantize_mx(quantize_mx_reference(values))
 
     want = {
         "y": (y_MN, through(x_MK) @ through(w_NK).t()),
@@ -161,5 +161,14 @@ def test_experts_have_blocks_of_their_own_in_both_directions() -> None:
         assert torch.equal(y[0], y_PN[row]) and torch.equal(x.grad[0], dx_PK[row])
 
 
-def test_every_device_emulates_it() -> None:
-    assert {choose_backend(device, mx=True) for device in ("cpu", "cuda", "meta")} == {"mxfp8"}
+def test_a_device_without_its_gemm_emulates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {choose_backend(device, mx=True) for device in ("cpu", "meta")} == {"mxfp8"}
+    for capability, backend in (
+        ((9, 0), "mxfp8"),
+        ((10, 0), "dot_scaled"),
+        ((10, 3), "dot_scaled"),
+        ((12, 0), "mxfp8"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert choose_backend("cuda", mx=True) == backend
+        assert choose_backend("cuda", True, mx=True) == "mxfp8"

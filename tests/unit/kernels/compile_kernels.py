@@ -8,9 +8,9 @@ instructions in place of their plain forms, and a kernel without a launch in any
 what the tests then assert is ignored. At most `--each` variants of a kernel are compiled.
 
 A line a variant: registers of a thread, bytes of its stack (registers that
-were spilled), bytes of shared memory, and how many instructions of which
-unit multiply: `tcgen05.mma` (Blackwell), `wgmma.mma_async` (Hopper), `mma.sync` (any). Exit code 1: a kernel does not
-compile, or none of the tests launched it.
+were spilled), bytes of shared memory, and how many instructions of which unit multiply: `tcgen05.mma` (Blackwell;
+`block_scale`: MXFP8's), `wgmma.mma_async` (Hopper), `mma.sync` (any). Exit code 1: a kernel does not compile, or none
+of the tests launched it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,12 @@ from triton.runtime.jit import JITFunction
 from octetrl.kernels import gluon
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-UNITS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
+UNITS = {  # by instruction, as PTX spells it
+    "tcgen05.mma": r"\btcgen05\.mma\b(?!\S*block_scale)",
+    "tcgen05.mma block_scale": r"\btcgen05\.mma\S*block_scale",
+    "wgmma.mma_async": r"\bwgmma\.mma_async\b",
+    "mma.sync": r"\bmma\.sync\b",
+}
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a program can have
 MULTIPROCESSORS = 132
 
@@ -113,7 +118,7 @@ def variant_of(name: str, made: Any) -> Variant:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     ptx = made.asm["ptx"]
-    units = {unit: count for unit in UNITS if (count := len(re.findall(rf"\b{re.escape(unit)}\b", ptx)))}
+    units = {unit: count for unit, pattern in UNITS.items() if (count := len(re.findall(pattern, ptx)))}
     count = len(re.findall(r"^\s+/\*[0-9a-f]{4,6}\*/", lines, re.MULTILINE))
     return Variant(name, int(found[1]), int(found[2]), made.metadata.shared, count, units)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.fp8.backends import ON_GPU
+from octetrl.fp8.backends import FUSED
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
@@ -122,7 +122,7 @@ def _gathered(x: Operand, token_P: Tensor) -> Operand:
 
 
 def _gated(down: Projection, gate_up_P2F: Tensor) -> Operand:
-    if isinstance(down, Float8StackedLinear) and down.backend in ON_GPU:
+    if isinstance(down, Float8StackedLinear) and down.backend in FUSED:
         return silu_mul_quantize(gate_up_P2F, down.power_of_two)
     return _operand(down, silu_mul(gate_up_P2F))
 
