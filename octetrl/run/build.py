@@ -31,7 +31,7 @@ from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.rollout.collect import CollectionSettings, ExpectedLengths
 from octetrl.run.ahead import Ahead
 from octetrl.run.beside_tail import BesideTail
-from octetrl.run.device import gpus_beside, runs_on_gpu, seed_everything
+from octetrl.run.device import gpu_capability, gpus_beside, runs_on_gpu, seed_everything
 from octetrl.run.environment import (
     NOTHING_GIVEN,
     build_chats,
@@ -72,7 +72,7 @@ def build_run(
     spec = model_spec(recipe)
     validate_with_spec(recipe, spec)
     policy = precision_policy(spec, recipe.fp8)
-    refused = refused_gate(recipe, policy, on_gpu=on_gpu)
+    refused = refused_gate(recipe, policy, on_gpu=on_gpu, capability=gpu_capability())
     if trains and refused is not None:
         raise UserError(refused)
     tokenizer = recipe_tokenizer(recipe, spec.vocab_size)

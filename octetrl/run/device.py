@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from octetrl.config.schema import ClusterConfig
+from octetrl.fp8.architectures import Capability
 from octetrl.workers.build import resolve_device
 
 NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
@@ -19,6 +20,11 @@ NUMPY_SEEDS = 1 << 32  # numpy.random.seed refuses larger ones
 def runs_on_gpu(cluster: ClusterConfig) -> bool:
     """Whether the run's models are on GPUs, of this process or of its workers."""
     return cluster.num_gpus > 0 if cluster.uses_ray else resolve_device(cluster).type == "cuda"
+
+
+def gpu_capability() -> Capability | None:
+    """Compute capability of this machine's first GPU, which stands for those of the workers. None: it has none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def gpus_beside(cluster: ClusterConfig) -> int:

@@ -18,7 +18,7 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import is_given
 from octetrl.fp8.parity import parity_of
 from octetrl.fp8.policy import formats_by_layer, precision_policy
-from octetrl.run.device import runs_on_gpu
+from octetrl.run.device import gpu_capability, runs_on_gpu
 from octetrl.run.folder.layout import CHECKPOINTS, REPORT
 from octetrl.run.folder.output_folder import read_run_id
 from octetrl.run.model_source import BEST
@@ -84,7 +84,7 @@ def in_force(recipe: Recipe) -> dict[str, object]:
     policy = precision_policy(model_spec(recipe), recipe.fp8)
     found: dict[str, object] = {"linears": formats_by_layer(policy, plain)}
     if recipe.algorithm.learns_from == "rollouts":
-        found["parity"] = parity_of(recipe, policy, on_gpu=runs_on_gpu(recipe.cluster))
+        found["parity"] = parity_of(recipe, policy, on_gpu=runs_on_gpu(recipe.cluster), capability=gpu_capability())
     changes = in_flight(recipe.cluster, policy.kv_mode)
     return found if changes == "off" else {**found, "weights_in_flight": changes}
 

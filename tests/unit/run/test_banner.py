@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from octetrl.config.load import dump_recipe, recipe_from_mapping
-from octetrl.run.report import last_screen, model_name
+from octetrl.fp8.architectures import Capability
+from octetrl.run.report import in_force, last_screen, model_name
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,14 @@ def test_the_last_screen_has_the_best_evaluation_times_and_commands(tmp_path: Pa
     assert found["report"] == str(folder / "report.html")
     commands = [text.split("   ")[0].split() for _, text in rows[[label for label, _ in rows].index("next") :]]
     assert commands == [["octetrl", verb, str(folder)] for verb in ("rollouts", "eval", "serve")]
+
+
+@pytest.mark.parametrize(("capability", "parity"), [((9, 0), "promised"), ((10, 0), "measured")])
+def test_a_run_promises_equal_log_probs_only_where_they_were_tested(
+    capability: Capability, parity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    tree = {"model": {"preset": "qwen3-0.6b", "init": "random", "tokenizer": "none"}, "precision": "fp8_full"}
+    recipe = recipe_from_mapping({**tree, "environment": {"dataset": "chain_sum"}, "output_dir": "run"})
+    assert in_force(recipe)["parity"] == parity
