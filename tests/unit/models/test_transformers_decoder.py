@@ -121,6 +121,12 @@ def test_an_fp8_export_has_codes_of_the_linears(tmp_path: Path) -> None:
     assert len(codes) == 2 * 7 and all(f"{name}_scale_inv" in stored for name in codes)
 
 
+def test_keys_with_a_bias_and_no_norm_stay_out_of_an_fp8_cache() -> None:
+    specs = {family: spec_from_config(config_of(family), implementation="transformers") for family in FAMILIES}
+    kept = {family: [tensor.name for tensor in spec.cached(0) if tensor.never_fp8] for family, spec in specs.items()}
+    assert {family: names for family, names in kept.items() if names} == {"glm4": ["K"], "seed_oss": ["K"]}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (config_of("olmo2", model_type="gpt_oss", num_local_experts=4), "s_aux|without weights|experts"),
     (config_of("olmo2", model_type="gemma2"), "softcap"),
