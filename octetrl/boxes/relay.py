@@ -29,7 +29,7 @@ class Relay:
     namespaces: descriptors of the box's user and network namespaces. Raises OSError if they can't be entered."""
 
     def __init__(self, namespaces: Sequence[int], port: int) -> None:
-        self._port = port
+        self._port, self._tasks = port, set[asyncio.Task[None] | None]()
         listening = _listening_there(namespaces, port)
         self._server = asyncio.run_coroutine_threadsafe(
             asyncio.start_server(self._connect, sock=listening), _loop()
@@ -39,6 +39,14 @@ class Relay:
         _loop().call_soon_threadsafe(self._server.close)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)  # asyncio drops its own reference with the connection, which may be reset before the end
+        try:
+            await self._join(reader, writer)
+        finally:
+            self._tasks.discard(task)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
         except OSError:  # the policy's server has ended
