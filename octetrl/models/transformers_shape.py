@@ -108,7 +108,9 @@ def _spec(text: str) -> ModelSpec:
     content = json.loads(text)
     config = JsonObject(content)
     try:
-        return _read(text, config, build_modules(content).to("meta"))
+        with torch.device("meta"):  # buffers too: nothing is computed
+            model = build_modules(content)
+        return _read(text, config, model)
     except UserError as error:
         named = (config.texts("architectures") or [f"model_type {config.text('model_type')!r}"])[0]
         raise UserError(f"unsupported architecture {named}: {error}") from None
