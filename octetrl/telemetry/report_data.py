@@ -162,7 +162,8 @@ class RunRecord:
     def _precision(self, dtype: str) -> str:
         fp8 = self.recipe.get("fp8") or {}
         sides = [name for name, key in (("rollout", "rollout"), ("training", "train")) if fp8.get(key)]
-        linears = f"linears of {' and '.join(sides)} in FP8" if sides else f"linears in {dtype}"
+        codes = "MXFP8" if fp8.get("format") == "mxfp8" else "FP8"
+        linears = f"linears of {' and '.join(sides)} in {codes}" if sides else f"linears in {dtype}"
         cache = fp8.get("kv_cache", "none")
         stored = {"none": dtype, "int8": "8-bit integers"}.get(cache, f"FP8, {cache}")
         if (alone := fp8.get("kv_cache_tensors", "both")) != "both":

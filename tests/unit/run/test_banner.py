@@ -11,6 +11,7 @@ import torch
 from octetrl.config.load import dump_recipe, recipe_from_mapping
 from octetrl.fp8.architectures import Capability
 from octetrl.run.report import in_force, last_screen, model_name
+from octetrl.telemetry.report_data import RunRecord
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,11 @@ def test_a_run_promises_equal_log_probs_only_where_they_were_tested(
     tree = {"model": {"preset": "qwen3-0.6b", "init": "random", "tokenizer": "none"}, "precision": "fp8_full"}
     recipe = recipe_from_mapping({**tree, "environment": {"dataset": "chain_sum"}, "output_dir": "run"})
     assert in_force(recipe)["parity"] == parity
+
+
+@pytest.mark.parametrize(("precision", "codes"), [("mxfp8", "MXFP8"), ("fp8", "FP8")])
+def test_a_run_names_the_format_of_its_linears(precision: str, codes: str) -> None:
+    tree = {"model": {"preset": "tiny", "init": "random", "tokenizer": "none"}, "precision": precision}
+    recipe = recipe_from_mapping({**tree, "environment": {"dataset": "chain_sum"}, "output_dir": "run"})
+    settings = dict(RunRecord(Path("run"), recipe.model_dump(mode="json"), []).settings)
+    assert f" in {codes}, KV cache in BF16" in settings["precision"]
