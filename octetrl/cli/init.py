@@ -146,8 +146,9 @@ def ask(model: Model, messages: list) -> str:
 
 
 def rating(text: str) -> float:
-    """1 for "a", 1/3 for "abc", 0 for "Abc"."""
-    return 1 / len(text) if text and text[0] in string.ascii_lowercase else 0.0
+    """1 for "a", 1/3 for "abc"; half as much for "Abc", which has its small letters behind; 0 without any."""
+    small = [letter in string.ascii_lowercase for letter in text]
+    return (1.0 if small[0] else 0.5) / len(text) if any(small) else 0.0
 
 
 class TwoLetters:
@@ -178,7 +179,7 @@ from environment import environment, rating
 
 
 def test_a_short_answer_is_worth_more():
-    assert [rating(text) for text in ("a", "ab", "Ab", "")] == [1.0, 0.5, 0.0, 0.0]
+    assert [rating(text) for text in ("a", "ab", "Ab", "A", "")] == [1.0, 0.5, 0.25, 0.0, 0.0]
 
 
 def test_prompts_differ():

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from octetrl.environments.tools.formats.reading import ToolFormat
 from octetrl.environments.tools.messages import json_arguments
 from octetrl.rollout.call_text import CallText, call_ends, find_format
-from octetrl.rollout.chat_tokens import ChatTokenizer, check_variables
+from octetrl.rollout.chat_tokens import ChatTokenizer, check_variables, template_names, unread
 from octetrl.rollout.encode import Encoder
 from octetrl.rollout.message_tokens import Template
 from octetrl.server.errors import ApiError, wrong
@@ -64,7 +64,7 @@ class Prompts:
         self._tokenizer = deepcopy(tokenizer)
         self._encoder = Encoder(self._tokenizer, context_length)
         self._vocab_size, self._context_length = vocab_size, context_length
-        self._variables = dict(variables)
+        self._variables, self._template_names = dict(variables), template_names(self._tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self.tool_format: ToolFormat | None = find_format(tokenizer, tool_format, variables)
         self.call_ends = call_ends(tokenizer, self.tool_format)
@@ -139,6 +139,8 @@ class Prompts:
             raise wrong("tools", f"tools: the chat template shows no known format of tool calls; {how}")
         try:
             check_variables(self._tokenizer, body.chat_template_kwargs)
+            if tools and (lost := unread(self._template_names, (), tools)):
+                raise wrong("tools", lost)
         except UserError as error:
             raise wrong("chat_template_kwargs", str(error), "unsupported_parameter") from error
         conversation = [_message(message, place) for place, message in enumerate(body.messages)]

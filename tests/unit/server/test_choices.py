@@ -18,6 +18,7 @@ from octetrl.run.tiny_model import train_tokenizer
 from octetrl.server.answer_grammars import call_grammar
 from octetrl.server.answers import ChatForm, Speller
 from octetrl.server.choices import Choice, ChoicePiece
+from octetrl.server.errors import ApiError
 from octetrl.server.prompts import Prompts
 from octetrl.server.requests import ChatBody
 from tests.byte_fallback import FIRST_BYTE, byte_fallback, id_of
@@ -208,3 +209,16 @@ def test_calls_can_be_demanded_where_they_are_json_objects(name: str) -> None:
         return
     with pytest.raises(ValueError, match=name):
         call_grammar([{"name": "f"}], FORMATS[name], several=True)
+
+
+def test_tools_that_the_template_would_not_show_are_refused() -> None:
+    """A format named by hand reads calls of any model, but this template writes no tools into the prompt."""
+    tokenizer = bytes_and_merges()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    prompts = Prompts(tokenizer, vocab_size=len(tokenizer), context_length=99, tool_format="hermes")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    asked = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
+    assert asyncio.run(prompts.of_chat(ChatBody.model_validate(asked)))
+    with pytest.raises(ApiError) as refusal:
+        asyncio.run(prompts.of_chat(ChatBody.model_validate(asked | {"tools": tools})))
+    assert refusal.value.param == "tools" and refusal.value.status == 400
