@@ -119,6 +119,9 @@ def _spec(text: str) -> ModelSpec:
 def _read(text: str, config: JsonObject, model: Any) -> ModelSpec:
     base = model.base_model
     _refuse_config(config)
+    named_in_config = config.texts("architectures")
+    if named_in_config and type(model).__name__ not in named_in_config:
+        raise UserError(f"transformers computes its model_type {config['model_type']!r} as {type(model).__name__}")
     if not getattr(model.config, "is_causal", True):
         raise UserError("its tokens attend to tokens that follow (is_causal)")
     with_parameters = {name for name, child in base.named_children() if next(child.parameters(), None) is not None}

@@ -183,7 +183,10 @@ def _read_group(group: Mapping[str, Any]) -> RolloutGroup:
 
 def _read_rollout(task: Task, rollout: Mapping[str, Any]) -> Rollout:
     turns = tuple(_read_turn(turn) for turn in rollout["turns"])
-    return Rollout(**{**rollout, "task": task, "turns": turns, "status": RolloutStatus(rollout["status"])})
+    calls = tuple(rollout.get("calls", ()))
+    return Rollout(
+        **{**rollout, "task": task, "turns": turns, "calls": calls, "status": RolloutStatus(rollout["status"])}
+    )
 
 
 def _read_turn(turn: Mapping[str, Any]) -> Turn:

@@ -175,8 +175,8 @@ def _run_gluon(x: Quantized, w: Quantized, owner_O3: Tensor, steps: tuple[int, i
 def grouped_fp8_gemm_reference(
     x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, backend: BackendName = "emulated"
 ) -> Tensor:
-    """Expert by expert with the emulation, exact if not `turned`. `backend`: "emulated" or "mxfp8"."""
-    multiply = fp8_gemm_dgrad if turned else fp8_gemm_nt
+    """Expert by expert with the emulation, exact if not `turned`. `backend`: of the linears; a GPU's is emulated."""
+    multiply, emulation = fp8_gemm_dgrad if turned else fp8_gemm_nt, "mxfp8" if backend == "mxfp8" else "emulated"
     bounds = first_X1.tolist()
     experts = len(bounds) - 1
     codes = w.codes.chunk(experts, dim=1 if turned else 0)
@@ -186,7 +186,7 @@ def grouped_fp8_gemm_reference(
         rows = slice(bounds[expert], bounds[expert + 1])
         if bounds[expert] < bounds[expert + 1]:
             of_rows = Quantized(x.codes[rows], x.scale[rows])
-            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), backend)
+            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), emulation)
     return y_PN
 
 

@@ -201,7 +201,8 @@ def test_gluon_that_does_not_compile_is_replaced_and_reported(
     assert told is not None and type(error).__name__ in told and "\n" not in told
     assert "1 Gluon kernel" in told and "fp8_gemm, Config" in told
     assert watch.warning({}) is None, "told once"
-    on_gpu = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32, group=ONE_WORKER)
+    head = SimpleNamespace(is_cuda=True)
+    on_gpu = SimpleNamespace(lm_head_weight=head, dtype=torch.float32, group=ONE_WORKER, has_fused_forms=True)
     assert path_metrics(trained=on_gpu, generating=on_gpu) == {
         "fp8/gluon_fallbacks": 1.0,
         "train/fused": 0.0,

@@ -22,7 +22,9 @@ def test_what_does_not_compile_is_named_once_and_not_tried_again(monkeypatch: py
     with pytest.warns(UserWarning, match="some_gluon does not compile on this machine, so a slower kernel runs"):
         gluon.give_up("some_gluon", OutOfResources(300_000, 232_448, "shared memory"))
     assert list(gluon.fallbacks) == ["some_gluon"] and not gluon.can_run("some_gluon")
-    on_gpu: Any = SimpleNamespace(lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32)
+    on_gpu: Any = SimpleNamespace(
+        lm_head_weight=SimpleNamespace(is_cuda=True), dtype=torch.float32, has_fused_forms=True
+    )
     assert path_metrics(trained=on_gpu, generating=None)["fp8/gluon_fallbacks"] == 1.0
     said = FallbackWatch().warning({})
     assert said is not None and "some_gluon: OutOfResources" in said

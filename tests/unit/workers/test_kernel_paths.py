@@ -17,7 +17,8 @@ def model_on_a_gpu(size: int, memory: object = None, dtype: torch.dtype = torch.
     """What `path_metrics` reads of a model that `size` workers share."""
     group = SimpleNamespace(rank=0, size=size, memory=memory)
     weight = SimpleNamespace(is_cuda=True)
-    return SimpleNamespace(lm_head_weight=weight, dtype=dtype, group=group, float8_linears=lambda: [])
+    own = {"has_fused_forms": True, "float8_linears": lambda: []}
+    return SimpleNamespace(lm_head_weight=weight, dtype=dtype, group=group, **own)
 
 
 @pytest.fixture(autouse=True)
