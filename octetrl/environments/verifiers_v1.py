@@ -102,7 +102,7 @@ class VerifiersEnvironment:
 
     @cached_property
     def tasks(self) -> Sequence[Task]:
-        """Two tasks without a prompt, or with images, are told apart by verifiers' key."""
+        """A task without a prompt, or with images, has verifiers' key for its prompt."""
         return [
             Task(f"{self.name}/{place}", own.data.prompt_text or own.key, metadata={"place": place})
             for place, own in enumerate(self._theirs)

@@ -123,16 +123,20 @@ class Decoder(nn.Module):
         self._without_gradient = frozenset(spec.without_gradient())
         self.cut = None if group.size == 1 else VocabularyRows(spec.vocab_size, group)
         self.embedding = build_embedding(spec.vocab_size, spec.hidden_size, self.cut, dtype=dtype, device=device)
+        self.add_layers(LayerBuilder(spec, policy, side, dtype, device, backend, lora, group, fp8_weights))
+        head = partial(LmHead, spec.vocab_rows, spec.hidden_size, dtype=dtype, device=device)
+        self.lm_head: LmHead | None = None if spec.tied_embeddings else head()
+
+    def add_layers(self, builder: LayerBuilder) -> None:
+        """What is between embedding and head: RoPE's table, layers and the last norm."""
+        spec, dtype, device = builder.spec, builder.dtype, builder.device
         self.rotary = RotaryTable(
             spec.rotary_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
         )
-        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group, fp8_weights)
         norm = partial(RMSNorm, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
         numbers = range(spec.num_layers)
         self.layers = nn.ModuleList(DecoderLayer(one, *builder.blocks(one), norm(), norm()) for one in numbers)
         self.norm = norm()
-        head = partial(LmHead, spec.vocab_rows, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head: LmHead | None = None if spec.tied_embeddings else head()
 
     def forward(
         self, token_ids_T: Tensor, positions_T: Tensor, context: Context, run_layer: RunLayer | None = None

@@ -28,18 +28,12 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2CLS
 
-from octetrl.config.schema import LoraConfig
-from octetrl.fp8.backends import BackendName
-from octetrl.fp8.policy import PrecisionPolicy, Side
 from octetrl.layers.context import Context
-from octetrl.layers.embedding import Embedding, LmHead
-from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
 from octetrl.models.blocks.block import BlockBuilder
 from octetrl.models.build_blocks import FusedAttention, LayerBuilder
 from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, DecoderLayer, RunLayer
 from octetrl.models.transformers_shape import ATTEND, CHILDREN, build_modules
 from octetrl.shapes.blocks import PLACES
-from octetrl.shapes.spec import ModelSpec
 
 ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})  # classes of modules
 
@@ -51,37 +45,18 @@ class TransformersDecoder(Decoder):
     base: Any  # transformers' model without a head, whose parts are registered here
     running: tuple[Context, RunLayer | None] | None  # of the forward that runs now
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        policy: PrecisionPolicy,
-        side: Side,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
-        backend: BackendName = "emulated",
-        lora: LoraConfig | None = None,
-        group: TensorGroup = ONE_WORKER,
-        fp8_weights: bool = True,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.spec, self.policy, self.side, self.dtype, self.backend = spec, policy, side, dtype, backend
-        self.lora, self.group, self.cut = lora, group, None
-        self._without_gradient = frozenset()
-        assert spec.hf_config is not None and group.size == 1, "validated: a whole model of transformers"
+    def add_layers(self, builder: LayerBuilder) -> None:
+        spec, dtype, device = builder.spec, builder.dtype, builder.device
+        assert spec.hf_config is not None and self.cut is None, "validated: a whole model of transformers"
         base = build_modules(json.loads(spec.hf_config)).base_model
-        scales = type(base.embed_tokens) is not nn.Embedding
-        made = partial(Embedding, spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.embedding = base.embed_tokens if scales else made()
-        builder = LayerBuilder(spec, policy, side, dtype, device, backend, lora, group, fp8_weights)
+        if type(base.embed_tokens) is not nn.Embedding:  # it scales
+            self.embedding = base.embed_tokens
         layers = [_build_layer(index, layer, builder) for index, layer in enumerate(base.layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = base.norm
         for name, child in base.named_children():  # without parameters, such as RoPE's table
             if name not in CHILDREN:
                 self.add_module(name, child)
-        head = partial(LmHead, spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.lm_head = None if spec.tied_embeddings else head()
         _materialise(self, dtype, device)
         for module in self.modules():
             own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}

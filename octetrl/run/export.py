@@ -7,8 +7,8 @@ adapter, in PEFT's format. Export then reads the base weights again and adds the
 adapter. A reward model's head belongs to its adapter.
 
 With `fp8` the linears are written as block-FP8, or MXFP8 if the run trained in it (`save_weights_fp8`), from weights in
-memory. The codes are those that
-the quantiser gives for these weights, so a run in `fp8_full` would generate with the same ones.
+memory. The codes are those that the quantiser gives for these weights, so a run in `fp8_full` would generate with the
+same ones.
 
 All files are written to `out/.partial` and then moved up, config.json as the last: a folder without it is no model. The
 hidden folder can be created only once, so two programs that write there do not mix their files: the second is refused.
@@ -67,9 +67,8 @@ def export_run(
 
     `adapter`: of a run with LoRA, the adapter in PEFT's form instead of the merged model. `fp8`: the linears as E4M3
     codes with scales of 128 x 128 blocks, of 1 x 32 if the run trained in MXFP8. `add`: writes further files, from the
-    checkpoint into the folder. UserError
-    for weights that are not finite, and for `fp8`: an adapter alone, a reward model, or a width that is not a multiple
-    of 128.
+    checkpoint into the folder. UserError for weights that are not finite, and for `fp8`: an adapter alone, a reward
+    model, or a width that is not a multiple of 128.
     """
     if adapter and fp8:
         raise UserError("--fp8: an adapter alone has no FP8 form; leave out --adapter to write the merged model in FP8")

@@ -2,7 +2,7 @@
 
     python -m tests.e2e.many_agents [--rollouts 1000] [--agents 64]        or: make test-faults
 
-The engine is a double that says what it is told, so the time is that of HTTP, templates and the capture. Every eighth
+The engine is a double with fixed answers, so the time is that of HTTP, templates and the capture. Every eighth
 agent raises, every eighth leaves while its answer is made, and every eighth is a command.
 """
 

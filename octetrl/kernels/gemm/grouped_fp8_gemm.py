@@ -176,7 +176,8 @@ def grouped_fp8_gemm_reference(
     x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, backend: BackendName = "emulated"
 ) -> Tensor:
     """Expert by expert with the emulation, exact if not `turned`. `backend`: of the linears; a GPU's is emulated."""
-    multiply, emulation = fp8_gemm_dgrad if turned else fp8_gemm_nt, "mxfp8" if backend == "mxfp8" else "emulated"
+    multiply = fp8_gemm_dgrad if turned else fp8_gemm_nt
+    emulation: BackendName = "mxfp8" if backend == "mxfp8" else "emulated"
     bounds = first_X1.tolist()
     experts = len(bounds) - 1
     codes = w.codes.chunk(experts, dim=1 if turned else 0)
