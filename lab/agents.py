@@ -1,10 +1,11 @@
 """Measures programs as rollouts: what they cost beside plain answers, and what is left of them after many.
 
     python -m lab.agents [--agents 64] [--rollouts 1000] [--calls 4] [--wait 0.2,2] [--batch 48] [--preset tiny]
+                         [--precision bf16] [--tokens 256]
 
 Each agent is a program of this process that asks `calls` questions over HTTP in one conversation, and waits between
 them for a random time from the interval `wait`, in seconds. `agents` of them run in each step, until there were
-`rollouts`. The model is random and generates noise up to a stop string, on a CPU or a GPU.
+`rollouts`. The model is random and generates noise, on a CPU or a GPU: up to a stop string, or exactly `tokens` tokens.
 
 `plain` is a step of as many answers without conversations, all of which the engine knows from its start. `share` is
 the agents' tokens per second over those of `plain`. The steps with agents are measured after about 100 rollouts and at
@@ -26,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from lab.environments import GROUP, VOCAB_SIZE, Slow, figures, make_run
+from lab.environments import GROUP, MAX_TOKENS, VOCAB_SIZE, Slow, figures, make_run
 from lab.record import RESULTS, show, write_result
 from octetrl.agents.server import AgentServer
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
@@ -34,6 +35,7 @@ from octetrl.environments.programs import Model
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import Task
 from octetrl.rollout.collect import Collecting, collect_groups
+from octetrl.run.evaluate import calibrate
 from octetrl.run.state import Run
 
 SHOWN = (
@@ -73,8 +75,12 @@ class Asking:
         return conversation.random.random()
 
 
-def collected(run: Run, environment: Any, dialogue: Dialogue, step: int) -> dict[str, float]:
+def collected(run: Run, environment: Any, dialogue: Dialogue, step: int, exact: bool) -> dict[str, float]:
+    """exact: every answer has as many tokens as it may have."""
     collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
+    if exact:
+        sampling = replace(collection.sampling, ignore_eos=True, stop=())
+        collection = replace(collection, sampling=sampling)
     began = time.perf_counter()
     groups = collect_groups(environment.tasks, dialogue, run.workers, collection, state)
     seconds = time.perf_counter() - began
@@ -93,7 +99,7 @@ def held(server: AgentServer) -> dict[str, float]:
     return {"memory_mib": resident / 2**20, "threads": threading.active_count(), "open_files": files, "keys": keys}
 
 
-def with_agents(run: Run, environment: Asking, rollouts: int, calls: int) -> list[dict[str, float]]:
+def with_agents(run: Run, environment: Asking, rollouts: int, calls: int, exact: bool) -> list[dict[str, float]]:
     """The figures of all steps together, after `FIRST` rollouts and at the end."""
     dialogue = Dialogue(environment, ConversationLimits(max_turns=calls))
     server = AgentServer(
@@ -110,7 +116,7 @@ def with_agents(run: Run, environment: Asking, rollouts: int, calls: int) -> lis
     counted: list[dict[str, float]] = []
     try:
         while sum(step["rollout/count"] for step in steps) < rollouts:
-            steps.append(collected(run, environment, dialogue, len(steps) + 1))
+            steps.append(collected(run, environment, dialogue, len(steps) + 1, exact))
             done = sum(step["rollout/count"] for step in steps)
             if (done >= FIRST and not counted) or done >= rollouts:
                 seconds = sum(step["seconds"] for step in steps)
@@ -134,20 +140,26 @@ def main() -> None:
     parser.add_argument("--wait", default="0.2,2")
     parser.add_argument("--batch", type=int, default=48, help="sequences that the engine has room for")
     parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--tokens", type=int, help="of every answer; without it, at most 96, up to a stop string")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     random.seed(0)
     low, high = map(float, asked.wait.split(","))
-    common = {"precision": "bf16", "model": asked.preset}
+    common = {"precision": asked.precision, "model": asked.preset}
+    exact, tokens = asked.tokens is not None, asked.tokens or MAX_TOKENS
     workload = f"{asked.agents} agents, {asked.calls} calls, {low:g}-{high:g} s between, room for {asked.batch}"
+    workload += f", {tokens} tokens" if exact else ""
     with tempfile.TemporaryDirectory() as folder:
-        run = make_run(Path(folder), asked.preset, asked.batch, asked.calls)
+        run = make_run(Path(folder), asked.preset, asked.batch, asked.calls, tokens, asked.precision)
         plain = Slow(asked.agents * asked.calls, 1, 0.0, 0.0)
+        calibrate(run, plain.tasks, run.config.model.context_length)
         for step in (1, 2):  # the first builds pages and kernels
             dialogue = Dialogue(plain, ConversationLimits())
-            answers = collected(run, plain, dialogue, step)
+            answers = collected(run, plain, dialogue, step, exact)
             dialogue.close()
-        counted = with_agents(run, Asking(asked.agents, asked.calls, (low, high)), asked.rollouts, asked.calls)
+        environment = Asking(asked.agents, asked.calls, (low, high))
+        counted = with_agents(run, environment, asked.rollouts, asked.calls, exact)
         run.close()
     whole = answers["rollout/tokens_per_second"]
     rows: list[dict[str, object]] = [{**common, "workload": f"plain, room for {asked.batch}", **answers}]

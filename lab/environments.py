@@ -62,8 +62,10 @@ class Slow:
         return conversation.random.random()
 
 
-def make_run(folder: Path, preset: str, rollouts: int, turns: int) -> Run:
-    """A random model with a tokenizer of its own, alive."""
+def make_run(
+    folder: Path, preset: str, rollouts: int, turns: int, tokens: int = MAX_TOKENS, precision: str = "bf16"
+) -> Run:
+    """A random model with a tokenizer of its own, alive. tokens: the most of an answer."""
     tokenizer = save_tokenizer(["1 + 1 = and then?"], folder, VOCAB_SIZE)
     shape = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
     spec = spec_from_config(preset_config(preset) | shape)
@@ -73,8 +75,9 @@ def make_run(folder: Path, preset: str, rollouts: int, turns: int) -> Run:
     (folder / "tasks.jsonl").write_text('{"prompt": "?", "answer": "!"}\n')  # a run has some; ours come from `Slow`
     recipe = recipe_from_mapping(
         {
-            "model": {"path": str(folder), "context_length": 64 + turns * (MAX_TOKENS + 16)},
-            "rollout": {"max_prompt_tokens": 48, "max_new_tokens": MAX_TOKENS, "stop": ["e", "a", "1"]},
+            "model": {"path": str(folder), "context_length": 64 + turns * (tokens + 16)},
+            "precision": precision,
+            "rollout": {"max_prompt_tokens": 48, "max_new_tokens": tokens, "stop": ["e", "a", "1"]},
             "engine": {"page_size": 16, "max_batch": rollouts},
             "environment": {"kind": "jsonl", "dataset": str(folder / "tasks.jsonl"), "eval_size": 0},
             "logging": {"console": "quiet"},
