@@ -16,6 +16,7 @@ that answers are better than they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,13 +46,23 @@ def after(prompt: Piece, token_ids: tuple[int, ...], has_end: bool) -> Piece:
 
 def turns_of(calls: Sequence[AgentCall]) -> tuple[Turn, ...]:
     """The turns of all segments (`Rollout.turns`), those that arrived first before others. Answers that are not trained
-    on are no turns."""
-    left = {number: call for number, call in enumerate(calls) if call.completion.token_ids and not call.is_unread}
+    on are no turns. Which segment has an answer depends on tokens alone, not on which parallel call arrived first."""
+    trained = [(number, call) for number, call in enumerate(calls) if call.completion.token_ids and not call.is_unread]
+    lengths = Counter(call.end.num_tokens for _, call in trained)
+
+    def place(numbered: tuple[int, AgentCall]) -> tuple[object, ...]:
+        """Longest first, and the same in whatever order the calls arrived."""
+        call, length = numbered[1], numbered[1].end.num_tokens
+        tokens = call.end.all_tokens() if lengths[length] > 1 else ()
+        drawn = call.completion.policy_version, call.completion.logprobs
+        return -length, call.prompt.num_tokens, call.is_constrained, tokens, *drawn
+
+    left = dict(sorted(trained, key=place))
     ending: dict[Piece, list[int]] = {}
     for number, call in left.items():
         ending.setdefault(call.end, []).append(number)
     segments: dict[int, list[AgentCall]] = {}  # by the call at the end, latest first
-    for last in sorted(left, key=lambda number: (-calls[number].end.num_tokens, number)):
+    for last in list(left):
         piece: Piece | None = calls[last].end if last in left else None
         free = calls[last].end.num_tokens  # positions that no answer of the segment has
         while piece is not None:

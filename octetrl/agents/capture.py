@@ -89,7 +89,7 @@ class OpenRollout:
         self._lock = threading.Lock()
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._retries: dict[str, list[_Asked]] = {}  # by the digest of a body
-        self._drawn = Counter[int]()  # requests, by the digest of their prompt
+        self._drawn = Counter[int]()  # requests, by the digest of prompt and limits
         self._calls: list[tuple[AgentCall, _Asked]] = []
         self._prompts = RecordedPrompts(settings.history, owner.chat, owner.read, self._lock)
         self._responses: dict[str, tuple[str, bool]] = {}  # request, and whether it had instructions, by answer's id
@@ -201,7 +201,9 @@ class OpenRollout:
             stop_token_ids=(*own.stop_token_ids, *request.sampling.stop_token_ids),
             logits=request.sampling.logits,
         )
-        digest = int.from_bytes(hashlib.sha256(array("I", request.prompt_token_ids).tobytes()).digest()[:7])
+        asked_for = (sampling.max_new_tokens, sampling.stop, sampling.stop_token_ids, request.num_siblings)
+        words = array("I", request.prompt_token_ids).tobytes() + repr(asked_for).encode()
+        digest = int.from_bytes(hashlib.sha256(words).digest()[:7])  # parallel calls may arrive in any order
         seed = seed_of(place.run_seed, place.step, place.place, place.sibling, digest, self._drawn[digest])
         self._drawn[digest] += 1
         name = f"{_PREFIX}{place.place}.{place.sibling}.{number}"
@@ -239,7 +241,7 @@ class OpenRollout:
     def _record(self, asked: _Asked, sibling: int, completion: Completion) -> None:
         token_ids, prompt, logits = completion.token_ids, asked.prompt.piece, asked.request.sampling.logits
         end = after(prompt, token_ids, bool(token_ids) and self._owner.chat.is_end(token_ids[-1]))
-        is_constrained = logits is not None and logits.edits
+        is_constrained = logits is not None and bool(logits.edits)
         call = AgentCall(
             prompt, end, completion, asked.request.id, sibling, is_constrained, is_unread=not asked.listeners
         )

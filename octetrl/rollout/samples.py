@@ -6,7 +6,8 @@ the baseline. One without an advantage (None) is not trained on either. Every ge
 prompts and replies are masked.
 
 A rollout whose history was changed has several segments (`Rollout.segments`). Each is a sample; a token sampled in an
-earlier segment is part of the prompt of a later one, and is trained on once.
+earlier segment is part of the prompt of a later one, and is trained on once. The samples of an agent's rollout are in
+the order of their tokens, so sums do not depend on which of its parallel calls arrived first.
 
 **Token versions.** The policy version that sampled each token, where weights changed while an answer was sampled.
 """
@@ -52,7 +53,10 @@ def samples_of(trained: Sequence[TrainedRollout], temperature: float = 1.0) -> l
         if differ:
             own = temperature if rollout.task.temperature is None else rollout.task.temperature
             segments = [replace(one, temperature=own) for one in segments]
-        samples += [*segments[:-1], replace(segments[-1], cut_off=rollout.status.is_cut_off)]
+        segments[-1] = replace(segments[-1], cut_off=rollout.status.is_cut_off)
+        if rollout.calls:
+            segments.sort(key=lambda one: (one.token_ids, one.loss_mask, one.generator_logprobs))
+        samples += segments
     return samples
 
 

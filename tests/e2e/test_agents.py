@@ -40,16 +40,6 @@ def test_branches_streams_and_parallel_calls_are_trained_as_they_were_sampled(mo
     assert [line["loss"] for line in lines] == [line["loss"] for line in again]
 
 
-def test_agents_of_several_workers_that_sample_ahead_are_trained_as_they_sampled(model: Path, tmp_path: Path) -> None:
-    spread = {"device": "cpu", "trainer_cpus": 1, "engine_cpus": 2, "cpu_threads": 1, "max_staleness": 1}
-    lines = run(model, tmp_path / "run", agents("Caller", steps=2, cluster=spread))
-    assert lines[0]["mismatch/max_abs_diff"] == 0.0 and lines[0]["rollout/on_policy_share"] == 1
-    assert lines[1]["rollout/on_policy_share"] < 1
-    for row in (row for step in (1, 2) for row in read_lines(tmp_path / f"run/rollouts/step_{step:06d}.jsonl")):
-        assert row["status"] == "scored" and sum("turn" in call for call in row["calls"]) == 4
-        assert row["metrics"]["agent/sampled_tokens"] == len(row["token_ids"])
-
-
 def test_how_an_agent_ends_is_its_status_and_no_failure_is_a_reward_of_0(model: Path, tmp_path: Path) -> None:
     changes = {
         "steps": 1, "rollout.prompts_per_step": 8, "environment.max_failure_share": 0.9,
@@ -87,7 +77,7 @@ def ask(text):
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 said = ask(prompt) + ask("and " + prompt)
-sys.exit("no shop today") if len(said) % 3 == 0 else print(said)
+sys.exit("no shop today") if len(said) % 2 == 0 else print(said)
 """
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from safetensors.torch import load_file
 
 from tests.e2e.installed_ray import ray  # isort: skip: the imports of octetrl.workers.ray_* need it
@@ -36,7 +37,9 @@ from octetrl.workers.ray_address import LocalRay, address_to_join, local_rays
 from octetrl.workers.ray_cluster import RayCluster, connect, reserve_nodes
 from octetrl.workers.status import STATUS_FILE
 from octetrl.workers.team import Deadlines, WorkerLost
-from tests.e2e.tiny_run import make_model, read_lines, tiny_recipe
+from tests.e2e import tiny_agents
+from tests.e2e.test_agents import agents
+from tests.e2e.tiny_run import make_model, read_lines, run, tiny_recipe
 from tests.grid import WIDE
 from tests.unit.backends.vllm_double import build_worker_with_double
 from tests.unit.workers.paused_worker import build_paused_worker, pause_file
@@ -167,6 +170,48 @@ def test_a_run_that_draws_ahead_takes_every_task_once_when_workers_die(
             for run in (folder, finished("fp8_full"))
         )
         assert mine == expected
+
+
+def test_a_worker_that_dies_under_agents_changes_nothing(
+    running: RayCluster, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In step 2, while the other agents wait for answers. Which of parallel calls arrives first changes nothing."""
+    folder, said, lost = tmp_path / "run", tiny_agents.said, list[int]()
+
+    async def said_and_killed(client: AsyncOpenAI, messages: list[Any], **options: Any) -> str:
+        text = await said(client, messages, **options)
+        if num_lines(folder) and not lost:
+            lost.append(pids_of(folder)[1])
+            os.kill(lost[0], signal.SIGKILL)
+        return text
+
+    changes = agents("Caller", steps=2)
+    recipe = tiny_recipe(model, folder, changes | JOINED | {"checkpoint.every": 1})
+    with run_on(2, model, tmp_path / "threads", **changes) as threads:
+        _, expected = steps_of(threads, 2)
+    monkeypatch.setattr(tiny_agents, "said", said_and_killed)
+    with pytest.raises(WorkerLost, match=r"step 2: worker 1 .*\n.* the last checkpoint is step 1, in"):
+        train(recipe)
+    train(recipe, resume=True)
+    lines = read_lines(folder / "metrics.jsonl")
+    found = unspread([{name: line[name] for name in line if name != "step"} for line in lines])
+    assert [without_clock(line) for line in found] == [without_clock(line) for line in expected]
+    rows = [row for step in (1, 2) for row in read_lines(folder / f"rollouts/step_{step:06d}.jsonl")]
+    assert len(rows) == 16 and all(row["status"] == "scored" and row["reward"] > 0 for row in rows)
+
+
+def without_clock(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name != "agent/time_in_engine"}
+
+
+def test_agents_that_sample_ahead_are_trained_as_they_sampled(running: RayCluster, model: Path, tmp_path: Path) -> None:
+    roles = {"cluster.cpus": None, "cluster.trainer_cpus": 1, "cluster.engine_cpus": 1, "cluster.max_staleness": 1}
+    lines = run(model, tmp_path / "run", agents("Caller", steps=2) | JOINED | roles)
+    assert lines[0]["mismatch/max_abs_diff"] == 0.0 and lines[0]["rollout/on_policy_share"] == 1
+    assert lines[1]["rollout/on_policy_share"] < 1
+    for row in (row for step in (1, 2) for row in read_lines(tmp_path / f"run/rollouts/step_{step:06d}.jsonl")):
+        assert row["status"] == "scored" and sum("turn" in call for call in row["calls"]) == 4
+        assert row["metrics"]["agent/sampled_tokens"] == len(row["token_ids"])
 
 
 def test_a_worker_that_stalls_ends_the_step_and_is_named(

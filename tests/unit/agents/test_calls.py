@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from octetrl.agents.calls import AgentCall, after, turns_of
 from octetrl.records import Completion, FinishReason, Rollout, RolloutStatus, Task
 from octetrl.rollout.history import Piece
+from octetrl.rollout.samples import TrainedRollout, samples_of
 
 END = 2
 
@@ -47,15 +49,18 @@ def programs(draw: st.DrawFn) -> list[AgentCall]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(calls=programs())
-def test_every_sampled_token_is_trained_once_in_its_context(calls: list[AgentCall]) -> None:
+@given(calls=programs(), chance=st.randoms(use_true_random=False))
+def test_every_sampled_token_is_trained_once_in_its_context(calls: list[AgentCall], chance: Random) -> None:
     expected: Counter[tuple[tuple[int, ...], float]] = Counter()
     for one in calls:
         assert one.end.all_tokens() == one.prompt.all_tokens() + one.completion.token_ids
         if not one.is_unread and not one.is_constrained:
             for place, logprob in enumerate(one.completion.logprobs):
                 expected[one.prompt.all_tokens() + one.completion.token_ids[: place + 1], logprob] += 1
-    rollout = Rollout(Task("t", "?"), turns_of(calls), RolloutStatus.SCORED, 1.0)
+    rollout, other = (
+        Rollout(Task("t", "?"), turns_of(order), RolloutStatus.SCORED, 1.0, calls=({},))
+        for order in (calls, chance.sample(calls, len(calls)))
+    )
     trained: Counter[tuple[tuple[int, ...], float]] = Counter()
     for segment in rollout.segments:
         so_far: tuple[int, ...] = ()
@@ -65,6 +70,9 @@ def test_every_sampled_token_is_trained_once_in_its_context(calls: list[AgentCal
                 so_far += (token,)
                 trained[so_far, logprob] += 1
     assert trained == expected
+    if rollout.turns:
+        ours, theirs = (samples_of([TrainedRollout(one, 1.0, 0)]) for one in (rollout, other))
+        assert ours == theirs
 
 
 def segments_of(calls: list[AgentCall]) -> list[list[tuple[int, ...]]]:
