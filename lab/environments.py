@@ -67,7 +67,7 @@ def make_run(
 ) -> Run:
     """A random model with a tokenizer of its own, alive. tokens: the most of an answer."""
     tokenizer = save_tokenizer(["1 + 1 = and then?"], folder, VOCAB_SIZE)
-    shape = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
+    shape = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     spec = spec_from_config(preset_config(preset) | shape)
     model = Decoder(spec, full_precision(spec), "train")
     model.random_init(1)
