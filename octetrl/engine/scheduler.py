@@ -1,8 +1,10 @@
 """Plans the steps of the engine: continuous batching over a fixed number of pages.
 
-A step is one of two forwards. While prompts wait for prefill, it processes their chunks, at most `prefill_chunk`
-tokens. Otherwise it processes one query of every ready sequence. Prompts go first, because a fuller batch decodes at
-the same cost. A finished sequence frees its place at once. Admission is first come, first served, and siblings are
+A step is one of two forwards: of prompts' chunks, at most `prefill_chunk` tokens, or of one query of every ready
+sequence. Prompts go first, because a fuller batch decodes at the same cost. But a forward of one short prompt costs
+about `PREFILL_COST` decode forwards, in which the whole batch stands still. So prompts that arrive one by one wait for
+each other until their waiting has cost as much, at most `LONGEST_WAIT` decode forwards. Then all of them are prefilled.
+A finished sequence frees its place at once. Admission is first come, first served, and siblings are
 admitted in order. The first sibling prefills the group's prefix. The others share its pages. Before a sibling writes
 into the last, partly filled page, it copies that page.
 
@@ -35,6 +37,10 @@ from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.request import NO_ROW, Chunk, Prefix, RequestGroup, RunningSequence, Step
 
 
+PREFILL_COST = 2  # decode forwards
+LONGEST_WAIT = 32  # decode forwards
+
+
 class Scheduler:
     """The scheduler of one session. At most `max_batch` sequences run, each with its own row."""
 
@@ -52,6 +58,7 @@ class Scheduler:
         self._awaiting: dict[Prefix, list[RunningSequence]] = {}  # siblings of prefixes that are being prefilled
         self._starting: list[RunningSequence] = []  # whose prefix is cached; they wait for own pages
         self._to_prefill: deque[Prefix | RunningSequence] = deque()
+        self._waited = 0.0  # decode forwards, summed over the sequences that wait for prefill
         self._decoding: dict[RunningSequence, None] = {}
         self._joined: list[RunningSequence] = []  # since the last decode forward
         self._batch: tuple[RunningSequence, ...] | None = ()  # `_decoding` as a tuple; None: it has changed
@@ -78,9 +85,12 @@ class Scheduler:
         if results_pending and self._pages_needed() > self.blocks.num_free:
             return None
         self._start_prefilling(step)
-        self._plan_chunks(step)
+        if not self._prefill_waits():
+            self._plan_chunks(step)
         if not step.chunks:
             self._plan_decode(step)
+        if not step.chunks and not step.decode:
+            self._plan_chunks(step)
         if step.decode or step.chunks:
             return step
         assert results_pending, "the scheduler made a step without work"
@@ -203,6 +213,20 @@ class Scheduler:
             else:
                 self._to_prefill.append(sequence)
 
+    def _prefill_waits(self) -> bool:
+        """Whether more prompts may come before a forward for them. It is asked once for each decode forward."""
+        if not self._to_prefill:
+            self._waited = 0.0
+            return False
+        tokens = sum(owner.num_to_cache - owner.num_cached for owner in self._to_prefill)
+        cost = PREFILL_COST * len(self._decoding)
+        if self._waited >= cost or tokens >= self._prefill_chunk:
+            self._waited = math.inf  # until no chunk is left out
+            return False
+        waiting = sum(len(self._awaiting[owner]) if isinstance(owner, Prefix) else 1 for owner in self._to_prefill)
+        self._waited += max(waiting, cost / LONGEST_WAIT)
+        return True
+
     def _plan_chunks(self, step: Step) -> None:
         """Plans as many prefill chunks as the budget allows, first come, first served."""
         budget = self._prefill_chunk
@@ -212,6 +236,8 @@ class Scheduler:
                 return
             step.chunks.append(Chunk(owner, owner.num_cached, owner.num_cached + num_tokens))
             budget -= num_tokens
+        if budget > 0:
+            self._waited = 0.0
 
     def _cached(self, owner: Prefix | RunningSequence) -> None:
         self._to_prefill.remove(owner)
