@@ -38,8 +38,9 @@ test-processors: $(READY)  ## the numeric tests as on five processors; SETTING=n
 test-gpu: $(READY)  ## the tests that need a Hopper GPU, in JOBS=6 processes a GPU on all GPUs; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n $$(($(or $(JOBS),6) * $$($(PYTHON) -m tests.gpu_order))) --dist loadgroup -m gpu
 
-test-faults: $(READY)  ## run 1,000 agents; kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
+test-faults: $(READY)  ## run 1,000 agents; strain boxes; kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
 	$(PYTHON) -m tests.e2e.many_agents
+	$(PYTHON) -m tests.e2e.many_boxes
 	$(PYTHON) -m tests.e2e.faults --moments $(or $(MOMENTS),20) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)  ## ruff's rules

@@ -67,7 +67,6 @@ class _Asked:
     prompt: MadePrompt
     stops: Sequence[str]  # the program's own
     session: str = ""
-    begun: float = field(default_factory=time.monotonic)
     listeners: dict[Answer, Listener] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     calls: list[AgentCall] = field(default_factory=list)
@@ -97,7 +96,8 @@ class OpenRollout:
         self._sealed = self._hit_limit = False
         self._failure: str | None = None
         self._counts = Counter[str]()
-        self._begun, self._seconds_in_engine = time.monotonic(), 0.0
+        self._begun = self._clock = time.monotonic()
+        self._waiting, self._seconds_in_engine = 0, 0.0  # requests without all their answers, and while there were any
         self._trains: dict[str, bool] = {}  # by session
 
     @property
@@ -210,7 +210,13 @@ class OpenRollout:
         continues = None if prompt.continues is None else (prompt.continues.request, prompt.continues.sibling)
         sent = replace(request, id=name, sampling=sampling, seed=seed, continues=continues)
         asked = self._asked[name] = _Asked(sent, prompt, request.sampling.stop, session, unfinished=sent.num_siblings)
+        self._count_waiting(1)
         return asked
+
+    def _count_waiting(self, change: int) -> None:
+        now = time.monotonic()
+        self._seconds_in_engine += now - self._clock if self._waiting else 0.0
+        self._clock, self._waiting = now, self._waiting + change
 
     # ------------------------------------------------------------ the collecting thread
 
@@ -221,8 +227,13 @@ class OpenRollout:
     def refuse(self, request_id: str, message: str) -> None:
         with self._lock:
             asked = self._asked[request_id]
-            asked.unfinished = 0
+            self._end(asked)
             asked.put(refused(message))
+
+    def _end(self, asked: _Asked) -> None:
+        """Nothing more is expected of it."""
+        asked.unfinished = 0
+        self._count_waiting(-1)
 
     def take(self, event: SessionEvent) -> None:
         """Records an answer, then replies."""
@@ -231,7 +242,7 @@ class OpenRollout:
             asked = self._asked[event.request_id]
             if completion is not None and completion.finish_reason is FinishReason.FAILED:
                 self._failure = completion.detail or "no answer"
-                asked.unfinished = 0
+                self._end(asked)
                 asked.put(engine_failed(self._failure))
                 return
             if completion is not None:
@@ -248,8 +259,8 @@ class OpenRollout:
         self._calls.append((call, asked))
         asked.calls.append(call)
         asked.unfinished -= 1
-        self._seconds_in_engine += time.monotonic() - asked.begun
         if not asked.unfinished:
+            self._count_waiting(-1)
             asked.request = replace(asked.request, prompt_token_ids=())
 
     def seal(self) -> Captured:
@@ -264,6 +275,8 @@ class OpenRollout:
             for session in self._trains:
                 self._owner.sessions.pop(session, None)
             self._counts["stragglers"] += len(open_ones)
+            self._count_waiting(0)
+            seconds = self._clock - self._begun
         self._owner.close(self, {name: asked.unfinished > 0 for name, asked in self._asked.items()})
         messages: list[dict[str, Any]] = []
         text = ""
@@ -275,8 +288,8 @@ class OpenRollout:
             "agent/sampled_tokens": _tokens(calls),
             "agent/discarded_tokens": _tokens(call for call in calls if call.is_unread),
             "agent/constrained_tokens": _tokens(call for call in calls if call.is_constrained and not call.is_unread),
-            "agent/time_in_engine": self._seconds_in_engine,
-            "time/agent": time.monotonic() - self._begun,
+            "agent/engine_share": self._seconds_in_engine / seconds if seconds else 0.0,
+            "time/agent": seconds,
             **{f"agent/{name}": float(self._counts[name]) for name in _COUNTED},
         }
         turns = turns_of(calls)

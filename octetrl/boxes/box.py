@@ -14,7 +14,7 @@ with it the box and everything in it. When the box ends, that process does, so `
 or the box is killed, there is no code, and BoxError is raised: a failure of the machine is never taken for a failed
 command. What the client of a container returns counts only where the box still answers, and says that the command did
 not start or that this shell was killed. A command that exceeds its time is ended with all its descendants, which are
-found in the box by a variable of their environment; the box goes on.
+found in the box by a variable of their environment; the box goes on, or is lost if they can't be ended.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from octetrl.config.box import BoxConfig
 from octetrl.process.command import CommandResult
 
 OUTPUT_BYTES = 1 << 20  # of each stream of a command: more is left out in the middle
+MOST_PROCESSES = 4096  # in a box
 FILE_BYTES = 1 << 28  # that `get` reads: what a box holds may never end
 _READY = b"octetrl"
 # The box's first process: a shell that no signal from inside ends, that reaps, and that waits for the end of its input.
@@ -48,12 +49,13 @@ _VARIABLE = "OCTETRL_COMMAND"
 _WRAPPER = r"""t=$1; d=$2; shift 2
 if [ -z "$d" ] || cd "$d"; then "$@"; else (exit 126); fi
 printf '\n%s %d\n' "$t" "$?" >&2"""
-_KILL = f"""for again in 1 2 3; do for p in $(grep -ls "{_VARIABLE}=$1" /proc/[0-9]*/environ); do
+_KILL = f"""while p=$(grep -ls "{_VARIABLE}=$1" /proc/[0-9]*/environ; echo .); [ "$p" != . ]; do for p in $p; do
 p=${{p#/proc/}}; kill -9 "${{p%/environ}}" 2>/dev/null
-done; done; true"""
+done; done; echo ended"""
 _CHUNK = 1 << 16
 _START_SECONDS = 600.0  # the image may have to be pulled
 _END_SECONDS = 10.0
+_KILL_SECONDS = 20.0
 _LATE_SECONDS = 1.0  # for output that arrives behind the exit code, or has a background process as its writer
 _LOST_SECONDS = 3.0  # from the end of a command that a killed box takes with it to the end of the box's process
 _NOT_RUN = range(125, 128)  # exit codes of a client that could not start the command
@@ -255,7 +257,7 @@ class Box:
         pipe = subprocess.PIPE
         with self._lock:  # descriptors are not closed meanwhile, and their numbers not used for others
             if self._is_closed:
-                raise BoxError("the box is closed")
+                raise BoxError(self.lost or "the box is closed")
             words, descriptors = self.client(command, env, user, reads=reads)
             try:
                 return subprocess.Popen(
@@ -287,14 +289,18 @@ class Box:
         raise BoxError(self.lost)
 
     def _kill(self, word: str, user: str | None) -> None:
+        """End a command with all its descendants, or else the box."""
         with contextlib.suppress(BoxError):  # it ends with the box
-            self._ask(["sh", "-c", _KILL, "sh", word], user)
+            ended = self._ask(["sh", "-c", _KILL, "sh", word], user, seconds=_KILL_SECONDS) == b"ended\n"
+            if not ended and self.alive():
+                self.lost = f"a command in the box could not be ended in {_KILL_SECONDS:g} s"
+                self.end()
 
-    def _ask(self, command: Sequence[str], user: str | None) -> bytes:
+    def _ask(self, command: Sequence[str], user: str | None, seconds: float = _END_SECONDS) -> bytes:
         """What a short command prints."""
         client = self._client(command, {}, user)
         try:
-            return client.communicate(timeout=_END_SECONDS)[0]
+            return client.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
             client.kill()
             client.communicate()
@@ -323,10 +329,8 @@ class Box:
         return bytes(out.data)
 
     def _check_alive(self) -> None:
-        if self._is_closed:
-            raise BoxError("the box is closed")
         if not self.alive():
-            raise BoxError(self.lost)
+            raise BoxError(self.lost or "the box is closed")
 
     def _last_words(self) -> str:
         assert self._process is not None

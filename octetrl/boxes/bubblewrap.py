@@ -2,7 +2,8 @@
 
 The root is a folder with a file system, of which an overlay in memory takes the changes, or else this machine's system
 folders, to read, and empty folders in memory. Commands enter the namespaces of the box (enter.py) and give up all
-capabilities. Nothing is left on disk. There is no control group: memory is limited for each process.
+capabilities. Nothing is left on disk. There is no control group: memory is limited for each process, and the number of
+processes by their namespace.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from octetrl.boxes.box import PAYLOAD, Box, BoxError
+from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError
 from octetrl.boxes.relay import ENTER, open_namespaces
 from octetrl.config.box import BoxConfig
 from octetrl.process.levels import find_interpreters
 
-_NAMESPACES = ("user", "mnt", "ipc", "uts", "net", "pid")  # the user namespace first: it gives the right to enter
+_NAMESPACES = ("user", "pid", "mnt", "ipc", "uts", "net")  # the user namespace first: it gives the right to enter
 _CONFIGURATION = (
     *("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/passwd", "/etc/group", "/etc/hosts"),
     *("/etc/nsswitch.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/profile", "/etc/bash.bashrc"),
@@ -49,7 +50,8 @@ class BubblewrapBox(Box):
         words += ["--clearenv", "--setenv", "PATH", _ENVIRONMENT["PATH"]]  # the run's has keys
         words += ["--unshare-net"] if config.network == "off" else []
         words += self._machine() if image is None else ["--bind", f"{_SCRATCH}/root", "/", "--chdir", "/"]
-        words += ["--as-pid-1", "--proc", "/proc", "--dev", "/dev", "--info-fd", str(self._info_end)]
+        words += ["--as-pid-1", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+        words += ["--info-fd", str(self._info_end)]
         words += ["--remount-ro", "/"] if image is None else []
         words += [*config.options, "--", "sh", "-c", PAYLOAD]
         return (words if image is None else _over(image, config.memory_mib, words)), [self._info_end]
@@ -90,6 +92,7 @@ class BubblewrapBox(Box):
             "env": given,
             "cwd": folder,
             "memory_bytes": self.config.memory_mib * _MIB,
+            "processes": MOST_PROCESSES,
         }
         return [*ENTER, json.dumps(order)], self._namespaces
 

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from octetrl.boxes.box import PAYLOAD, Box, BoxError
+from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError
 from octetrl.config.box import BoxConfig
 
 LABEL = "octetrl-box"
-_MOST_PROCESSES = 4096
 _SECONDS = 120.0  # for a command of docker or podman that starts nothing
 _NETWORKS = {"off": "none", "bridge": "bridge", "host": "host"}
 _numbers = itertools.count()
@@ -35,7 +34,7 @@ class Container(Box):
             raise BoxError("the box has no image; name it in environment.box.image")
         words = [*self._program, "run", "-i", "--rm", "--name", self.name, "--label", LABEL, "--entrypoint", "sh"]
         words += ["--network", _NETWORKS[config.network], "--memory", f"{config.memory_mib}m"]
-        words += ["--pids-limit", str(_MOST_PROCESSES)]
+        words += ["--pids-limit", str(MOST_PROCESSES)]
         words += [] if config.cpus is None else ["--cpus", str(config.cpus)]
         return [*words, *config.options, config.image, "-c", PAYLOAD], []
 

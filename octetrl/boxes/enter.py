@@ -1,13 +1,15 @@
 """Runs in namespaces that another process made: a command, or a socket that listens there. Started by its path.
 
-    python -I -S enter.py ORDER      ORDER: JSON with `namespaces` (descriptors, the user namespace first) and either
-                                     `command`, `env`, `cwd`, `memory_bytes`, or `port` and `socket` (where to send it)
+    python -I -S enter.py ORDER      ORDER: JSON with `namespaces` (descriptors, those of users and processes first) and
+                                     either `command`, `env`, `cwd`, `memory_bytes`, `processes`, or `port` and
+                                     `socket` (where to send it)
 
 The standard library alone, so that it starts within 25 ms.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,18 +26,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(order: dict[str, Any]) -> None:
-    own = {os.stat(f"/proc/self/ns/{name}").st_ino for name in os.listdir("/proc/self/ns")}
-    for descriptor in order["namespaces"]:
-        if os.fstat(descriptor).st_ino not in own:  # its own can't be entered again, and may not be
-            _check(_libc.setns(descriptor, 0), "setns")
-        os.close(descriptor)
+    namespaces = order["namespaces"]
     if "port" in order:
+        _enter(namespaces)
         _listen(order["port"], order["socket"])
         return
+    _enter(namespaces[:2])
     child = os.fork()  # the first process inside the process namespace
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
+    _limit_processes(order["processes"])
+    _enter(namespaces[2:])
     command = order["command"]
     try:
         os.chdir(order["cwd"])
@@ -45,6 +47,23 @@ def main(order: dict[str, Any]) -> None:
     except (OSError, ValueError) as error:  # also a zero byte in a word
         os.write(2, f"{command[0]}: {error}\n".encode())
     os._exit(_CANNOT_RUN)
+
+
+def _enter(descriptors: list[int]) -> None:
+    own = {os.stat(f"/proc/self/ns/{name}").st_ino for name in os.listdir("/proc/self/ns")}
+    for descriptor in descriptors:
+        if os.fstat(descriptor).st_ino not in own:  # its own can't be entered again, and may not be
+            _check(_libc.setns(descriptor, 0), "setns")
+        os.close(descriptor)
+
+
+def _limit_processes(most: int) -> None:
+    """Of the box, before its mounts are entered, which allow no writing here. The file has the limit of the writer's
+    process namespace from Linux 6.14 on, and before that the machine's. Root's processes have no other limit."""
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14):
+        with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w") as limit:
+            limit.write(str(most))
 
 
 def _listen(port: int, descriptor: int) -> None:

@@ -6,8 +6,7 @@ the baseline. One without an advantage (None) is not trained on either. Every ge
 prompts and replies are masked.
 
 A rollout whose history was changed has several segments (`Rollout.segments`). Each is a sample; a token sampled in an
-earlier segment is part of the prompt of a later one, and is trained on once. The samples of an agent's rollout are in
-the order of their tokens, so sums do not depend on which of its parallel calls arrived first.
+earlier segment is part of the prompt of a later one, and is trained on once. An agent's are ordered by their tokens.
 
 **Token versions.** The policy version that sampled each token, where weights changed while an answer was sampled.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from octetrl.records import Completion, Rollout, RolloutGroup, Sample, Turn
@@ -54,9 +53,7 @@ def samples_of(trained: Sequence[TrainedRollout], temperature: float = 1.0) -> l
             own = temperature if rollout.task.temperature is None else rollout.task.temperature
             segments = [replace(one, temperature=own) for one in segments]
         segments[-1] = replace(segments[-1], cut_off=rollout.status.is_cut_off)
-        if rollout.calls:
-            segments.sort(key=lambda one: (one.token_ids, one.loss_mask, one.generator_logprobs))
-        samples += segments
+        samples += sorted(segments, key=attrgetter("token_ids", "generator_logprobs")) if rollout.calls else segments
     return samples
 
 
@@ -118,4 +115,4 @@ def versions_of_turns(turns: Sequence[Turn]) -> tuple[int, tuple[int, ...] | Non
 def versions_of(sample: Sample) -> Sequence[int]:
     """The policy version of each token of a sample that an engine sampled."""
     assert sample.policy_version is not None, "no engine sampled it"
-    return sample.token_versions or tuple(repeat(sample.policy_version, len(sample.token_ids)))
+    return sample.token_versions or (sample.policy_version,) * len(sample.token_ids)

@@ -58,6 +58,10 @@ CURVES: tuple[tuple[str, str], ...] = (
     ("K and V clamped", "fp8/kv_saturation"), ("groups without a signal", "reward/zero_variance_fraction"),
     ("tasks that rest", "curriculum/resting_share"), ("pass rate of the tasks", "curriculum/pass_rate"),
     ("truncated answers", "rollout/truncated_share"), ("rollouts without a reward", "rollout/failure_share"),
+    ("samples of a rollout", "rollout/segments"), ("seconds of an agent", "time/agent"),
+    ("agents' time in the engine", "agent/engine_share"), ("sampled tokens of an agent", "agent/sampled_tokens"),
+    ("discarded tokens of an agent", "agent/discarded_tokens"),
+    ("constrained tokens of an agent", "agent/constrained_tokens"), ("requests of ended agents", "agent/late_requests"),
     ("preference accuracy", "preference/accuracy"), ("preference margin", "preference/margin"),
     ("explained variance", "value/explained_variance"), ("rollout, tokens/s", "rollout/tokens_per_second"),
     ("training, tokens/s", "train/tokens_per_second"), ("GPU memory, GB", "memory/peak_gb"),
@@ -177,7 +181,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     unit, per_hour = _time_axis(max(run.hours[-1] for run in runs))
     rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
     own = own_metrics(dict.fromkeys(name for run in runs for row in run.rows for name in row))
-    for title, name in (*CURVES, *((title, name) for name, title in own.items()), *_of_environments(runs)):
+    for title, name in (*CURVES, *((title, name) for name, title in own.items()), *_of_statuses_and_names(runs)):
         if name == _REWARD and rewards_are_accuracy:
             continue
         values = {value for run in runs for value in run.values(name)}  # a step without an update has no loss
@@ -218,9 +222,12 @@ def _meaning(name: str) -> str:
     return f"{entry.meaning} {entry.look}".strip() if entry else ""
 
 
-def _of_environments(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
-    """Further curves of runs with several environments, evaluation sets or rewards."""
+def _of_statuses_and_names(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str]]:
+    """Further curves: of statuses, and of several environments, evaluation sets or rewards."""
     measured = dict.fromkeys(name for run in runs for row in run.rows for name in row)
+    for status in RolloutStatus:
+        if any(sum(run.values(f"rollout/{status.value}")) for run in runs):
+            yield f"rollouts: {status.value}", f"rollout/{status.value}"
     for name in measured:
         if found := _OF_SET.fullmatch(name):
             yield f"{found[1] or 'held-out'}: {found[2] or found[3]}", name
@@ -433,6 +440,7 @@ WIDTH = 98  # columns at most
 LABEL = 20  # columns of what begins a line
 VALUES = 23  # columns of the first and the last value of a curve
 LEAST_CURVE = 8
+_FURTHER = ("kl", "rollout/segments", "agent/engine_share")
 _FACTS = ("model", "algorithm", "precision", "linears by layer")
 
 
@@ -446,7 +454,7 @@ def terminal_report(runs: Sequence[RunRecord], width: int = WIDTH) -> Iterator[s
         for label, text in facts.items():
             yield from _fact(label, text, width)
         own = own_metrics(dict.fromkeys(name for row in run.rows for name in row))
-        for name, title in {**{name: name for name in (*HEADLINES, "kl")}, **own}.items():
+        for name, title in {**{name: name for name in (*HEADLINES, *_FURTHER)}, **own}.items():
             label = printable(title)[:LABEL]
             if values := run.values(name):
                 curve = sparkline(values, min(32, max(LEAST_CURVE, width - LABEL - 5 - VALUES)))

@@ -16,6 +16,7 @@ from octetrl.config.cluster import ROLE_FIELDS, ClusterConfig
 from octetrl.config.limits import MISMATCH_LIMIT
 from octetrl.config.ranking import best_steps
 from octetrl.config.recipe_yaml import parse_yaml
+from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, nearest_file, runs_in
 from octetrl.system.text import counted, printable
 from octetrl.telemetry.ending import FAILED, Ending, read_ending, read_where
@@ -336,7 +337,8 @@ def idle_tail(run: RunRecord) -> str | None:
 
 
 def results(run: RunRecord) -> Iterator[tuple[str, str]]:
-    """What came out: the best and the last evaluation, and reward or loss of the first and the last step."""
+    """What came out: the best and the last evaluation, and reward or loss of the first and the last step, and how
+    rollouts ended that were not all scored."""
     metric = run.setting("checkpoint.best_metric") or ""
     metric = metric if run.values(metric) else "eval/loss" if run.values("eval/loss") else "eval/accuracy"
     evaluations = {step: value for step, _, value in run.series(metric)}
@@ -351,7 +353,12 @@ def results(run: RunRecord) -> Iterator[tuple[str, str]]:
     for name, label in (("reward/mean", "mean reward"), ("preference/accuracy", "pairs right"), ("loss", "loss")):
         if values := run.values(name):
             yield label, f"{values[0]:.3f} in the first step, {values[-1]:.3f} in the last"
-            return
+            break
+    counts = {status.value: sum(run.values(f"rollout/{status.value}")) for status in RolloutStatus}
+    total, others = sum(run.values("rollout/count")), {name: count for name, count in counts.items() if count}
+    if others:
+        shares = {"scored": total - sum(others.values()), **others}
+        yield "rollouts", ", ".join(f"{count / total:.1%} {name}" for name, count in shares.items())
 
 
 def last_evaluation(run: RunRecord) -> tuple[int, list[SampledGroup]]:

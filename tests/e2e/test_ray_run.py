@@ -201,7 +201,7 @@ def test_a_worker_that_dies_under_agents_changes_nothing(
 
 
 def without_clock(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name != "agent/time_in_engine"}
+    return {name: value for name, value in line.items() if name != "agent/engine_share"}
 
 
 def test_agents_that_sample_ahead_are_trained_as_they_sampled(running: RayCluster, model: Path, tmp_path: Path) -> None:
