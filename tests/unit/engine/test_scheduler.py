@@ -178,7 +178,7 @@ def test_prompts_are_prefilled_in_chunks_before_anyone_decodes() -> None:
 
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_prompts_that_come_one_by_one_wait_for_each_other(every: int) -> None:
-    """64 sequences decode while others come: their prefill costs about as much as their waiting, and none waits long."""
+    """64 sequences decode while others come: prefill costs about as much as their waiting, and none waits long."""
     simulation = Simulation(num_pages=4000, max_batch=200, prefill_chunk=4096)
     comes = {10 + every * i: sequences_of(20, 1, 3, index=64 + i) for i in range(300 // every)}
     simulation.later = dict(comes)
