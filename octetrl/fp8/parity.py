@@ -15,7 +15,7 @@ from octetrl.fp8.architectures import Capability, why_untested
 from octetrl.fp8.policy import PrecisionPolicy, Side
 
 Parity = Literal["promised", "measured"]
-PROVEN = (  # families whose parity with transformers' modules tests/parity/test_transformers.py shows, on a CPU
+PROVEN = (  # families whose parity with transformers' modules tests/parity/test_transformers.py shows
     "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm4", "granite", "olmo2", "olmo3",
     "seed_oss", "smollm3",
 )  # fmt: skip
@@ -43,20 +43,24 @@ def why_measured(
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
     if on_gpu:
         return why_untested(capability) or why_no_fixed_order(recipe, policy, "train")
-    unknown = policy.modules_of not in (None, *PROVEN)
-    return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)" if unknown else None
+    return _why_unproven(policy)
 
 
 def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
     """Why a row's bits may depend on the other rows of a forward on a GPU. None if all its sums have one order."""
     if policy.modules_of is not None:
-        return f"transformers' modules compute its layers (model.implementation: {recipe.model.implementation})"
+        return _why_unproven(policy)
     if recipe.model.dtype != "bfloat16":
         return f"the fused kernels of a GPU are for BF16 (model.dtype: {recipe.model.dtype})"
     if recipe.fp8.is_emulated is True and policy.uses_fp8(side):
         name, why = ("MXFP8", "fp8.format: mxfp8") if policy.mx else ("emulated FP8", "fp8.emulate: true")
         return f"{name} has no fused kernels on a GPU ({why})"
     return None
+
+
+def _why_unproven(policy: PrecisionPolicy) -> str | None:
+    unproven = policy.modules_of not in (None, *PROVEN)
+    return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)" if unproven else None
 
 
 def refused_gate(

@@ -8,9 +8,12 @@ from octetrl.fp8.policy import PrecisionPolicy, Side
 
 
 def why_not_fused(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
-    """Why one side of a run on a GPU uses the modules of `models/decoder.py` and not the fused forwards, which are
-    faster and keep one order of sums. None if it runs fused. `can_fuse` (models/rollout_forward.py) and
-    `fused_layer_runner` (models/training_forward.py) answer the same question for a built model."""
+    """Why one side of a run on a GPU uses the modules of a decoder and not the fused forwards, which are faster.
+
+    None if it runs fused. `can_fuse` (models/rollout_forward.py) and `fused_layer_runner` (models/training_forward.py)
+    answer the same question for a built model."""
+    if policy.modules_of is not None:
+        return f"transformers' modules compute its layers (model.implementation: {recipe.model.implementation})"
     why = why_no_fixed_order(recipe, policy, side)
     size = recipe.cluster.tensor_parallel
     if why is None and size > 1 and side == "train":

@@ -7,11 +7,12 @@ For dense models that have no blocks here (models/families.py). The modules are 
     nn.Embedding      becomes ours, whose gradient has one order of sums; one that scales stays
     attention         is ours, packed for the trainer and on pages for the engine, with the cache's formats
     activations       in float64 on a CPU, rounded once: torch's vectors and the rest of a loop differ in the last bit
-    the rest          norms, RoPE, residuals: as transformers has them, in eager mode
+    norms             in one order of sums on a GPU (models/transformers_norms.py)
+    the rest          RoPE, residuals: as transformers has them, in eager mode
 
-So both sides of a run compute the same ops. On a CPU a token's bits do not depend on the other tokens of a forward for
-the families that tests/parity/test_transformers.py lists. No family is promised on a GPU, where the modules run one by
-one, without fused forms and captured graphs. Dropout is off.
+So both sides of a run compute the same ops. A token's bits do not depend on the other tokens of a forward for the
+families that tests/parity/test_transformers.py lists. On a GPU the modules run one by one, without fused forms and
+captured graphs. Dropout is off.
 
 T tokens, E hidden size.
 """
@@ -32,6 +33,7 @@ from octetrl.layers.context import Context
 from octetrl.models.blocks.block import BlockBuilder
 from octetrl.models.build_blocks import FusedAttention, LayerBuilder
 from octetrl.models.decoder import EMBEDDING_SITE, FINAL_NORM_SITE, Decoder, DecoderLayer, RunLayer
+from octetrl.models.transformers_norms import fix_order
 from octetrl.models.transformers_shape import ATTEND, CHILDREN, build_modules
 from octetrl.shapes.blocks import PLACES
 
@@ -54,6 +56,7 @@ class TransformersDecoder(Decoder):
         layers = [_build_layer(index, layer, builder) for index, layer in enumerate(base.layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = base.norm
+        fix_order(self.norm)
         for name, child in base.named_children():  # without parameters, such as RoPE's table
             if name not in CHILDREN:
                 self.add_module(name, child)
@@ -208,6 +211,7 @@ def _build_layer(index: int, layer: nn.Module, builder: LayerBuilder) -> Transfo
     attention = TransformersAttention(builder.block_builder(index, partial(builder.linear, "", linears)))
     for name, module in [*layer.named_modules()]:
         module.__dict__[ATTEND] = attention.for_transformers
+        fix_order(module)
         if isinstance(module, ACTIVATIONS) and next(module.parameters(), None) is None:
             layer.set_submodule(name, _Activation(module))
     layer.add_module("octetrl_attention", attention)

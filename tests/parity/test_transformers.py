@@ -1,5 +1,6 @@
-"""Families that transformers' modules compute: the packed forward, prefill and decode have equal bits on a CPU, in any
-company, and the engine's log-probs are the trainer's. docs/models.md promises it for these families."""
+"""Families that transformers' modules compute: the packed forward, prefill and decode have equal bits in any company,
+and the engine's log-probs are the trainer's. docs/models.md promises it for these families. The same is asked of a GPU
+in tests/gpu/test_transformers.py."""
 
 from __future__ import annotations
 
@@ -20,22 +21,28 @@ def sides_of(family: str, precision: str, lora: LoraConfig | None = None) -> Sid
     return Sides(spec_from_config(config_of(family), implementation="transformers"), precision, lora=lora)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
-@pytest.mark.parametrize("family", PROVEN)
-def test_packed_prefill_and_decode_have_equal_bits(family: str, precision: str) -> None:
-    sides, draw = sides_of(family, precision), random.Random(family)
-    lengths = [draw.randint(2, 30), draw.randint(120, 140), 1]
+def check_forwards(sides: Sides, lengths: list[int], chunks: tuple[int, ...], page_size: int) -> None:
+    """Equal bits of packed forward, prefill and decode; the second sequence is the longest."""
+    draw = random.Random(1)
     sequences = random_sequences(draw, sides.spec, lengths)
     together = sides.packed(sequences)
     for index in (1, 2):
         assert torch.equal(sides.packed([sequences[index]], "none")[0], together[index]), "alone, nothing run again"
-    pages = Pages(sides, sequences, 16)
-    for ours, theirs in zip(pages.filled(list(random_chunks(draw, lengths, (1, 7, 64)))), together, strict=True):
+    pages = Pages(sides, sequences, page_size)
+    for ours, theirs in zip(pages.filled(list(random_chunks(draw, lengths, chunks))), together, strict=True):
         assert torch.equal(ours, theirs), "the packed forward is prefill"
     for index, at in ((1, lengths[1] - 1), (0, 1)):
         alone = pages.forward([(index, at, at + 1)])[0]
-        in_company = pages.forward([(2, 0, 1), (index, at, at + 1)], idle=3)[1]
+        in_company = pages.forward([(2, 0, 1), (index, at, at + 1)], idle=30)[1]
         assert torch.equal(alone[0], together[index][at]) and torch.equal(in_company, alone), "decode"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_full"])
+@pytest.mark.parametrize("family", PROVEN)
+def test_packed_prefill_and_decode_have_equal_bits(family: str, precision: str) -> None:
+    draw = random.Random(family)
+    lengths = [draw.randint(2, 30), draw.randint(120, 140), 1]
+    check_forwards(sides_of(family, precision), lengths, (1, 7, 64), 16)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from octetrl.models.decoder_class import decoder_class
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.hf_weights import load_weights, save_weights, save_weights_fp8
 from octetrl.models.transformers_decoder import TransformersDecoder
+from octetrl.models.transformers_norms import KINDS, _normed, kind_of
+from octetrl.models.transformers_shape import build_modules
 from octetrl.system.errors import UserError
 from octetrl.trainer.activation_checkpoint import layer_runner
 from tests.transformers_families import FAMILIES, config_of
@@ -179,3 +181,29 @@ def test_families_with_blocks_keep_them_unless_asked(tmp_path: Path) -> None:
         spec_from_config(config_of("olmo2", architectures=["Olmo2ForCausalLM"]), implementation="octetrl")
     (tmp_path / "config.json").write_text(json.dumps(config_of("olmo2")))
     assert load_spec(tmp_path).hf_config is not None
+
+
+def test_a_norm_is_recognised_by_what_it_computes() -> None:
+    kinds = {}
+    for family in ("arcee", "olmo2", "gemma", "cohere2"):
+        base = build_modules(config_of(family)).base_model
+        kinds[family] = kind_of(base.norm, getattr(base.norm, "variance_epsilon", None) or base.norm.eps)
+    assert kinds == {"arcee": "weight_after", "olmo2": "weight_before", "gemma": "offset", "cohere2": "centred"}
+    unknown = torch.nn.LayerNorm(64, bias=False)
+    assert kind_of(unknown, 1e-5) == "centred"
+    unknown.forward = lambda x: x  # type: ignore[method-assign]
+    assert kind_of(unknown, 1e-5) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_on_a_gpu_has_the_gradient_of_its_formula(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 64, generator=generator, requires_grad=True)
+    weight = torch.randn(64, generator=generator, requires_grad=True)
+    _normed(x, weight, kind, 1e-6).square().sum().backward()
+    exact, exact_weight = (one.detach().double().requires_grad_() for one in (x, weight))
+    rows = exact - exact.mean(-1, keepdim=True) if kind == "centred" else exact
+    xhat = rows * (rows.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    ((exact_weight + (kind == "offset")) * xhat).square().sum().backward()
+    assert relative_error(x.grad, exact.grad) < 1e-5
+    assert relative_error(weight.grad, exact_weight.grad) < 1e-5
