@@ -12,6 +12,7 @@ from octetrl.config.box import BoxConfig
 from octetrl.config.limits import LEAST_OWN_TEMPERATURE, MOST_COMPLETIONS, MOST_TEMPERATURE
 from octetrl.config.sandbox import SandboxConfig
 from octetrl.config.section import Fraction, Section
+from octetrl.system.errors import nearest
 from octetrl.system.names import HOW, is_address
 
 TEMPLATE = """You grade an answer to a question. Be strict: what is not shown is not known.
@@ -194,6 +195,9 @@ EvalDataset = Annotated[
 Kind = Literal["reasoning_gym", "math", "jsonl", "code", "verifiers", "gymnasium", "openenv", "harbor", "python"]
 
 
+PLACEHOLDERS = ("prompt", "task_id", "model")  # of `environment.agent.command`
+
+
 class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments. {prompt}, {task_id} and {model} stand for the task's prompt and id, and the
@@ -203,6 +207,19 @@ class AgentConfig(Section):  # a command that calls the policy (docs/agents.md)
     """Also give the prompt as standard input."""
     env: dict[str, str] = Field(default_factory=dict)
     """Further environment variables."""
+
+    @field_validator("command")
+    @classmethod
+    def _can_be_run(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+        if not command[0].strip():
+            raise ValueError("its program is empty")
+        for word in command:
+            for name in re.findall(r"(?<!\$)\{([a-z_]\w*)\}", word):  # ${name} is a shell's; other code may have braces
+                if name not in PLACEHOLDERS and (near := nearest(name, PLACEHOLDERS)):
+                    raise ValueError(f"{{{name}}} stands for nothing{near}")
+                if name not in PLACEHOLDERS and not re.search(r"\s", word):
+                    raise ValueError(f"{{{name}}} stands for nothing; {{prompt}}, {{task_id}} and {{model}} do")
+        return command
 
 
 class TurnsConfig(Section):  # limits of rollouts with several turns (docs/environments.md)

@@ -41,14 +41,14 @@ from typing import Any
 from octetrl.boxes.box import Box
 from octetrl.boxes.containers import program_of
 from octetrl.config.box import BoxConfig
-from octetrl.config.environment import EnvironmentConfig
+from octetrl.config.environment import AgentConfig, EnvironmentConfig
 from octetrl.environments.dialogue import ConversationLimits, Failed
-from octetrl.environments.programs import Model, check_exit, filled
+from octetrl.environments.programs import Model, check_exit, filled_command
 from octetrl.environments.python_object import load_object
 from octetrl.environments.scoring import log
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import RolloutStatus, Task
-from octetrl.system.errors import UserError
+from octetrl.system.errors import UserError, nearest
 
 _FIELD = "environment.dataset"
 _PARAMETERS = ("agent", "reward", "leave_out", "build_options")
@@ -101,7 +101,7 @@ class HarborEnvironment:
     box: BoxConfig
     agent_seconds: float | None
     default_seconds: float  # of an agent whose task has no limit
-    command: Any = None  # AgentConfig
+    command: AgentConfig | None = None
     python_agent: PythonAgent | None = None
     reward_key: str = "reward"
     build_options: Sequence[str] = ()
@@ -137,9 +137,9 @@ class HarborEnvironment:
                     raise
                 raise Failed(RolloutStatus.UNFINISHED, f"the agent took more than {seconds:g} s") from None
             return None if said is None else str(said)
-        values = {"{prompt}": task.text, "{task_id}": task.id, "{model}": model.name}
+        assert self.command is not None, "one of the two is given"
         result = await box.run(
-            [filled(word, values) for word in self.command.command],
+            filled_command(self.command, task, model),
             cwd=own.workdir,
             env={**model.variables, **self.command.env},
             user=own.user,
@@ -276,6 +276,10 @@ def harbor_environment(folder: str, config: EnvironmentConfig) -> HarborEnvironm
     box = config.box or BoxConfig()
     root, left_out = Path(folder), set(parameters.get("leave_out", ()))
     found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
+    if unknown := left_out - {path.name for path in found}:
+        name = min(unknown)
+        near = nearest(name, [path.name for path in found])
+        raise UserError(f"environment.parameters.leave_out: '{folder}' has no task '{name}'{near}; remove it")
     tasks = [read_task(path, box) for path in found if path.name not in left_out]
     if not tasks:
         raise UserError(f"{_FIELD}: '{folder}' has no tasks; give a folder of folders with a task.toml")

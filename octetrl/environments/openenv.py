@@ -29,17 +29,16 @@ import importlib.util
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from octetrl.environments.dialogue import Failed
-from octetrl.environments.rewards import extract_answer
-from octetrl.environments.tasks import MadeTasks
+from octetrl.environments.reset_step import Episodes, RefusedAction
 from octetrl.environments.tools import Tool, ToolError
-from octetrl.environments.turns import Conversation, metric, reward
-from octetrl.records import RolloutStatus, Task
+from octetrl.environments.turns import Conversation, reward
+from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, error_line
 from octetrl.system.names import is_address
 
@@ -60,25 +59,17 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-class _Refused(Exception):
-    """The server's reason why it does not take an action."""
-
-
-@dataclass(eq=False)
-class OpenEnvironment:
+@dataclass(eq=False, kw_only=True)
+class OpenEnvironment(Episodes):
     """connect: opens a session. schema: JSON schema of an action. The other fields are the recipe's."""
 
     connect: Callable[[], Connection]
     schema: Mapping[str, Any]
-    size: int
-    seed: int = 0
-    action_marker: str | None = None
     instructions: str = "Act in this environment. Answer each message with your next action."
     action: str | None = None
     observation: str | None = None
     tool: bool = False
     reset: Mapping[str, Any] = field(default_factory=dict)
-    _shown: dict[int, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         fields = [name for name in self.schema.get("properties", {}) if name != "metadata"]
@@ -87,33 +78,21 @@ class OpenEnvironment:
         self._only = self.action or (fields[0] if len(fields) == 1 else None)
 
     @property
-    def tasks(self) -> Sequence[Task]:
-        return MadeTasks(self.size, lambda indices: [self._task(index) for index in indices])
-
-    @property
     def tools(self) -> tuple[Tool, ...]:
         return (_StepTool(self),) if self.tool else ()
 
     def start(self, conversation: Conversation) -> None:
-        state, seed = conversation.state, conversation.task.metadata["seed"]
-        state.total, state.steps, state.wrong, state.is_scored, state.is_done = 0.0, 0, 0, False, False
-        state.connection, shown = self._open(seed)
-        if shown != conversation.task.metadata["shown"]:
-            raise RuntimeError(f"reset(seed={seed}) showed {shown[:80]!r} the second time; the seed must decide it")
+        conversation.state.is_scored = conversation.state.is_done = False
+        super().start(conversation)
 
     def reply(self, conversation: Conversation) -> str | None:
-        if self.tool:
-            return None  # a message without a call
-        said = extract_answer(conversation.text.rpartition("</think>")[2], self.action_marker)
-        try:
-            return self._step(conversation, self._action(said))
-        except _Refused as refusal:
-            conversation.state.wrong += 1
-            return str(refusal)
+        return None if self.tool else super().reply(conversation)  # a message without a call
 
-    def finish(self, conversation: Conversation) -> None:
-        if hasattr(conversation.state, "connection"):
-            _close(conversation.state.connection)
+    def act(self, state: Any, said: str) -> str | None:
+        return self.step(state, self._action(said))
+
+    def close_episode(self, episode: Connection) -> None:
+        _close(episode)
 
     @reward
     def gained(self, conversation: Conversation) -> float:
@@ -123,24 +102,7 @@ class OpenEnvironment:
             raise RuntimeError("the episode is done, and no step has given a reward")
         return state.total
 
-    @metric
-    def steps(self, conversation: Conversation) -> float:
-        return conversation.state.steps
-
-    @metric
-    def wrong_actions(self, conversation: Conversation) -> float:
-        """Number of messages whose action the server refused."""
-        return conversation.state.wrong
-
-    def _task(self, index: int) -> Task:
-        seed = self.seed + index
-        if seed not in self._shown:
-            connection, self._shown[seed] = self._open(seed)
-            _close(connection)
-        shown = self._shown[seed]
-        return Task(f"seed/{seed}", f"{self.instructions}\n\n{shown}", metadata={"seed": seed, "shown": shown})
-
-    def _open(self, seed: int) -> tuple[Connection, str]:
+    def begin(self, seed: int) -> tuple[Connection, str]:
         """A session after its reset, and what it shows. A server that is full is asked again."""
         until = time.monotonic() + _FULL_SECONDS
         while True:
@@ -157,27 +119,24 @@ class OpenEnvironment:
                 _close(connection)
                 raise
 
-    def _step(self, conversation: Conversation, action: Mapping[str, Any]) -> str | None:
-        """What the step shows; None: the episode is done."""
-        state = conversation.state
-        answer = _ask(state.connection, "step", action)
+    def step(self, state: Any, action: Mapping[str, Any]) -> str | None:
+        """What the step shows; None: the episode is done. Raises RefusedAction."""
+        answer = _ask(state.episode, "step", action)
         state.steps += 1
         if answer.get("reward") is not None:
             state.total, state.is_scored = state.total + float(answer["reward"]), True
         state.is_done = bool(answer.get("done"))
         return None if state.is_done else self._show(answer["observation"])
 
-    def _action(self, said: str | None) -> Mapping[str, Any]:
-        """Raises _Refused, whose text is shown to the policy."""
-        if said is None:
-            raise _Refused(f"There is no action in that: write it after {self.action_marker}")
+    def _action(self, said: str) -> Mapping[str, Any]:
+        """Raises RefusedAction."""
         if self._only is None:
             try:
                 value = json.loads(said)
             except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
-                raise _Refused(f"An action is a JSON object with {', '.join(self.schema.get('properties', {}))}.")
+                raise RefusedAction(f"An action is a JSON object with {', '.join(self.schema.get('properties', {}))}.")
             return value
         if self.schema["properties"][self._only].get("type") == "string":
             return {self._only: said}
@@ -204,7 +163,7 @@ class _StepTool(Tool):
         schema = environment.schema
         properties = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
         self.name, self.description, self._environment = "step", "Take the next action.", environment
-        self.function = environment._step
+        self.function = environment.step
         self.parameters = {**schema, "type": "object", "properties": properties}
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
@@ -212,8 +171,8 @@ class _StepTool(Tool):
         if conversation.state.is_done:
             raise ToolError("the episode is done; answer without a call")
         try:
-            shown = await asyncio.to_thread(self._environment._step, conversation, arguments)
-        except _Refused as refusal:
+            shown = await asyncio.to_thread(self._environment.step, conversation.state, arguments)
+        except RefusedAction as refusal:
             raise ToolError(str(refusal)) from None
         return "The episode is done." if shown is None else shown
 
@@ -223,7 +182,7 @@ class _Full(Exception):
 
 
 def _ask(connection: Connection, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The data of the answer. Raises _Refused for an action of the wrong form, Failed for anything else."""
+    """The data of the answer. Raises RefusedAction for an action of the wrong form, Failed for anything else."""
     try:
         connection.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(connection.recv(_ANSWER_SECONDS))
@@ -235,7 +194,7 @@ def _ask(connection: Connection, kind: str, data: Mapping[str, Any]) -> Mapping[
         raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"{kind}: {error_line(error)}") from error
     if code == "VALIDATION_ERROR" and kind == "step":
         details = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in given.get("errors") or ()]
-        raise _Refused(f"That is no action here: {'; '.join(details) or message}")
+        raise RefusedAction(f"That is no action here: {'; '.join(details) or message}")
     if code == "CAPACITY_REACHED":
         raise _Full(f"the server is full: {message}")
     raise Failed(RolloutStatus.ENVIRONMENT_ERROR, f"{kind}: {code}: {message}")
@@ -285,7 +244,9 @@ def openenv_environment(
         with urllib.request.urlopen(f"{web}/schema", timeout=30.0) as response:
             schema = json.load(response)["action"]
         connect = partial(_Session, f"ws{web.removeprefix('http')}/ws")
-        environment = OpenEnvironment(connect, schema, size, seed, action_marker, **parameters)
+        environment = OpenEnvironment(
+            connect=connect, schema=schema, size=size, seed=seed, action_marker=action_marker, **parameters
+        )
         _ = environment.tasks[0]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, Failed) as error:
         raise UserError(f"{_FIELD}: '{address}' does not answer as an OpenEnv server ({error_line(error)})") from error

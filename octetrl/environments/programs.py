@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from octetrl.boxes.box import Box
 from octetrl.boxes.boxes import RolloutBoxes
-from octetrl.config.environment import AgentConfig
+from octetrl.config.environment import PLACEHOLDERS, AgentConfig
 from octetrl.environments.scoring import Scorer
 from octetrl.process.command import CommandResult, run_command
 from octetrl.records import Task
@@ -102,8 +102,7 @@ class CommandEnvironment:
     eval_tasks: Sequence[Task] | Mapping[str, Sequence[Task]] | None = None
 
     async def agent(self, task: Task, model: Model) -> str:
-        values = {"{prompt}": task.text, "{task_id}": task.id, "{model}": model.name}
-        command = [filled(word, values) for word in self.config.command]
+        command = filled_command(self.config, task, model)
         stdin = task.text if self.config.prompt_on_stdin else ""
         if model.boxes.config is None:
             result = await model.run(command, cwd=None, env=self.config.env, stdin=stdin, seconds=_UNTIL_CANCELLED)
@@ -122,6 +121,8 @@ def check_exit(name: str, result: CommandResult) -> str:
     return result.stdout.strip()
 
 
-def filled(word: str, values: Mapping[str, str]) -> str:
-    """The word with each {name} of `values` replaced, in one pass: a prompt may hold such a name itself."""
-    return re.sub("|".join(map(re.escape, values)), lambda name: values[name[0]], word)
+def filled_command(config: AgentConfig, task: Task, model: Model) -> list[str]:
+    """The command with each placeholder replaced, in one pass: a prompt may hold such a name itself."""
+    values = dict(zip(PLACEHOLDERS, (task.text, task.id, model.name), strict=True))
+    pattern = r"\{(" + "|".join(PLACEHOLDERS) + r")\}"
+    return [re.sub(pattern, lambda found: values[found[1]], word) for word in config.command]

@@ -32,18 +32,31 @@ _COLOURED = re.compile(r"\x1b\[[1-9][0-9;]*m([^\x1b]*)\x1b\[0?m")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True)
-class ResetStep:
-    """`make()` creates an environment. actions: names of the actions, in the order of a Discrete space. If there are
-    none, an action is a number, or in a space of texts the text itself."""
+class RefusedAction(Exception):
+    """Why a message has no action. The text is shown to the policy."""
 
-    make: Callable[[], Any]
+
+@dataclass(eq=False, kw_only=True)
+class Episodes:
+    """Episodes of steps as conversations: the part that does not depend on who steps."""
+
     size: int
     seed: int = 0
     instructions: str = "Play this game. Answer each message with your next action."
-    actions: Sequence[str] = ()
     action_marker: str | None = None
-    _shown: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    _shown: dict[int, str] = field(default_factory=dict, repr=False)
+
+    def begin(self, seed: int) -> tuple[Any, str]:
+        """A new episode, and what it shows first."""
+        raise NotImplementedError
+
+    def act(self, state: Any, said: str) -> str | None:
+        """What the action shows; None: the episode is over. state: the conversation's, whose `total` and `steps` it
+        adds to. Raises RefusedAction."""
+        raise NotImplementedError
+
+    def close_episode(self, episode: Any) -> None:
+        raise NotImplementedError
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -52,38 +65,32 @@ class ResetStep:
     def _task(self, index: int) -> Task:
         seed = self.seed + index
         if seed not in self._shown:
-            environment = self.make()
-            self._shown[seed] = _shown(environment, environment.reset(seed=seed)[0])
-            _close(environment)
-        prompt = f"{self.instructions}\n\n{self._shown[seed]}"
-        return Task(f"seed/{seed}", prompt, metadata={"seed": seed, "shown": self._shown[seed]})
+            episode, self._shown[seed] = self.begin(seed)
+            self.close_episode(episode)
+        shown = self._shown[seed]
+        return Task(f"seed/{seed}", f"{self.instructions}\n\n{shown}", metadata={"seed": seed, "shown": shown})
 
     def start(self, conversation: Conversation) -> None:
-        state, task = conversation.state, conversation.task
-        state.environment, state.total, state.steps, state.wrong = self.make(), 0.0, 0, 0
-        shown = _shown(state.environment, state.environment.reset(seed=task.metadata["seed"])[0])
-        if shown != task.metadata["shown"]:
-            raise RuntimeError(f"reset(seed={task.metadata['seed']}) showed {shown[:80]!r} the second time")
+        state, given = conversation.state, conversation.task.metadata
+        state.total, state.steps, state.wrong = 0.0, 0, 0
+        state.episode, shown = self.begin(given["seed"])
+        if shown != given["shown"]:
+            seed = given["seed"]
+            raise RuntimeError(f"reset(seed={seed}) showed {shown[:80]!r} the second time; the seed must decide it")
 
     def reply(self, conversation: Conversation) -> str | None:
-        state = conversation.state
         said = extract_answer(conversation.text.rpartition("</think>")[2], self.action_marker)
         try:
-            action = self._action(said, getattr(state.environment, "action_space", None))
-        except ValueError as error:
-            state.wrong += 1
-            return str(error)
-        result = state.environment.step(action)
-        if not isinstance(result, tuple) or len(result) != 5:
-            raise TypeError("step gave something else than (observation, reward, terminated, truncated, info)")
-        observation, gained, terminated, truncated, _ = result
-        state.steps += 1
-        state.total += float(gained)
-        return None if terminated or truncated else _shown(state.environment, observation)
+            if said is None:
+                raise RefusedAction(f"There is no action in that: write it after {self.action_marker}")
+            return self.act(conversation.state, said)
+        except RefusedAction as refusal:
+            conversation.state.wrong += 1
+            return str(refusal)
 
     def finish(self, conversation: Conversation) -> None:
-        if hasattr(conversation.state, "environment"):
-            _close(conversation.state.environment)
+        if hasattr(conversation.state, "episode"):
+            self.close_episode(conversation.state.episode)
 
     @reward
     def gained(self, conversation: Conversation) -> float:
@@ -99,24 +106,50 @@ class ResetStep:
         """Number of messages without a valid action."""
         return conversation.state.wrong
 
-    def _action(self, said: str | None, space: Any) -> Any:
-        """The action that the message names. Raises ValueError, whose text is shown to the policy."""
-        if said is None:
-            raise ValueError(f"There is no action in that: write it after {self.action_marker}")
+
+@dataclass(eq=False, kw_only=True)
+class ResetStep(Episodes):
+    """`make()` creates an environment. actions: names of the actions, in the order of a Discrete space. If there are
+    none, an action is a number, or in a space of texts the text itself."""
+
+    make: Callable[[], Any]
+    actions: Sequence[str] = ()
+
+    def begin(self, seed: int) -> tuple[Any, str]:
+        environment = self.make()
+        return environment, _shown(environment, environment.reset(seed=seed)[0])
+
+    def act(self, state: Any, said: str) -> str | None:
+        result = state.episode.step(self._action(said, getattr(state.episode, "action_space", None)))
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise TypeError("step gave something else than (observation, reward, terminated, truncated, info)")
+        observation, gained, terminated, truncated, _ = result
+        state.steps += 1
+        state.total += float(gained)
+        return None if terminated or truncated else _shown(state.episode, observation)
+
+    def close_episode(self, episode: Any) -> None:
+        if hasattr(episode, "close"):
+            episode.close()
+
+    def _action(self, said: str, space: Any) -> Any:
+        """The action that the message names. Raises RefusedAction."""
         if self.actions:
             names = [name.lower() for name in self.actions]
             word = said.strip().strip(".!\"'").lower()
             if word not in names:
-                raise ValueError(f"'{said[:40]}' is no action. The actions are: {', '.join(self.actions)}.")
+                raise RefusedAction(f"'{said[:40]}' is no action. The actions are: {', '.join(self.actions)}.")
             return getattr(space, "start", 0) + names.index(word)
         count = getattr(space, "n", None)
         if count is None:
             if space is not None and not space.contains(said):
-                raise ValueError(f"'{said[:40]}' is no action here.")
+                raise RefusedAction(f"'{said[:40]}' is no action here.")
             return said
         first = int(getattr(space, "start", 0))
         if not re.fullmatch(r"-?\d{1,9}", said, re.ASCII) or not first <= int(said) < first + int(count):
-            raise ValueError(f"'{said[:40]}' is no action. The actions are the numbers {first} to {first + count - 1}.")
+            raise RefusedAction(
+                f"'{said[:40]}' is no action. The actions are the numbers {first} to {first + count - 1}."
+            )
         return int(said)
 
 
@@ -134,7 +167,8 @@ def gymnasium_environment(
     given = dict(parameters)
     ours = {key: given.pop(key) for key in ("instructions", "actions") if key in given}
     try:
-        environment = ResetStep(_maker(name, given, load_seconds), size, seed, action_marker=action_marker, **ours)
+        make = _maker(name, given, load_seconds)
+        environment = ResetStep(make=make, size=size, seed=seed, action_marker=action_marker, **ours)
         _ = environment.tasks[0]
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, SystemExit) as error:
         raise UserError(
@@ -165,8 +199,3 @@ def _shown(environment: Any, observation: Any) -> str:
         observation = environment.render()
     text = _COLOURED.sub(r"[\1]", str(observation))  # a colour says something: where one stands, say
     return _COLOUR.sub("", text).strip()
-
-
-def _close(environment: Any) -> None:
-    if hasattr(environment, "close"):
-        environment.close()

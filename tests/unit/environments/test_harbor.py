@@ -209,6 +209,8 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
         made(tmp_path / "tests", BoxConfig())
     with pytest.raises(UserError, match="has no tasks"):
         made(tmp_path, BoxConfig(), leave_out=["sum"])
+    with pytest.raises(UserError, match="has no task 'summ'; did you mean 'sum'"):
+        made(tmp_path, BoxConfig(), leave_out=["summ"])
     with pytest.raises(UserError, match="give either a command here, or"):
         made(tmp_path, BoxConfig(), agent="a:b")
     make_task(tmp_path / "copy", toml=f'{TOML}[task]\nname = "sum"')

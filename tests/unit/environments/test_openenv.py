@@ -68,7 +68,7 @@ class Recorded:
 
 
 def environment(connect: Callable[[], Any] = Recorded, **options: Any) -> OpenEnvironment:
-    return OpenEnvironment(connect, SCHEMA, size=1, seed=7, **options)
+    return OpenEnvironment(connect=connect, schema=SCHEMA, size=1, seed=7, **options)
 
 
 def call(guess: str) -> str:
@@ -117,17 +117,17 @@ def test_a_full_server_is_asked_again() -> None:
 
 def test_actions_and_observations_of_several_fields() -> None:
     schema = {"properties": {"x": {"type": "number"}, "text": {"type": "string"}}}
-    several = OpenEnvironment(Recorded, schema, 1)
+    several = OpenEnvironment(connect=Recorded, schema=schema, size=1)
     assert several._action('{"x": 1}') == {"x": 1}
     with pytest.raises(Exception, match="a JSON object with x, text"):
         several._action("1")
-    assert OpenEnvironment(Recorded, schema, 1, action="text")._action("1") == {"text": "1"}
-    assert OpenEnvironment(Recorded, schema, 1, action="x")._action("1") == {"x": 1}
+    assert OpenEnvironment(connect=Recorded, schema=schema, size=1, action="text")._action("1") == {"text": "1"}
+    assert OpenEnvironment(connect=Recorded, schema=schema, size=1, action="x")._action("1") == {"x": 1}
     seen = {"metadata": {}, "a": {"b": "deep"}, "c": 1, "d": None}
     assert several._show(seen) == '{"a": {"b": "deep"}, "c": 1}'
-    assert OpenEnvironment(Recorded, schema, 1, observation="a.b")._show(seen) == "deep"
+    assert OpenEnvironment(connect=Recorded, schema=schema, size=1, observation="a.b")._show(seen) == "deep"
     with pytest.raises(UserError, match="an action has no 'y'"):
-        OpenEnvironment(Recorded, schema, 1, action="y")
+        OpenEnvironment(connect=Recorded, schema=schema, size=1, action="y")
 
 
 @pytest.fixture(scope="module")

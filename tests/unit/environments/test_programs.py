@@ -11,13 +11,14 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from octetrl.config.environment import AgentConfig
-from octetrl.environments.programs import CommandEnvironment, Model, filled
+from octetrl.environments.programs import CommandEnvironment, Model, filled_command
 from octetrl.process.command import CommandResult, run_command
 from octetrl.records import Task
 
-VALUES = {"{prompt}": "say {model}", "{task_id}": "", "{model}": "policy"}
+TASK, MODEL = Task("", "say {model}"), Model("http://127.0.0.1:1/v1", "k")
 
 
 @pytest.mark.parametrize(
@@ -26,11 +27,19 @@ VALUES = {"{prompt}": "say {model}", "{task_id}": "", "{model}": "policy"}
         ("{prompt}", "say {model}"),
         ("--task={task_id}:{prompt}", "--task=:say {model}"),
         ("{model}/{model}", "policy/policy"),
-        ("{other}", "{other}"),
+        ("${other} {1}", "${other} {1}"),
+        ('print(f"{answer}") # {prompt}', 'print(f"{answer}") # say {model}'),
     ],
 )
 def test_each_name_in_a_word_is_replaced_once(word: str, expected: str) -> None:
-    assert filled(word, VALUES) == expected
+    assert filled_command(AgentConfig(command=("a", word)), TASK, MODEL) == ["a", expected]
+
+
+@pytest.mark.parametrize("command", [(), ("",), (" ", "{prompt}"), ("a", "{promt}"), ("a", "Do: {promts}"), ("{x}",)])
+def test_a_command_without_a_program_or_with_another_name_is_refused(command: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as error:
+        AgentConfig(command=command)
+    assert [one["loc"] for one in error.value.errors()] == [("command",)]
 
 
 WRITER = """
