@@ -393,7 +393,7 @@ def with_kv_cache(
     engine, rollout, tokens = recipe.engine, recipe.rollout, recipe.engine.kv_cache_tokens
     if tokens is None and not on_gpu:
         longest = in_pages(recipe, rollout.max_prompt_tokens + rollout.max_new_tokens)
-        tokens = min(recipe.most_answers, engine.max_batch) * longest
+        tokens = recipe.answers_at_once() * longest
     elif tokens is None and device_bytes is not None:
         free = device_bytes - sum(part.num_bytes for part in parts if part.when != "training")
         tokens = int(max(free, 0) * engine.kv_memory_fraction) // max(1, per_token)

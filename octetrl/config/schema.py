@@ -516,6 +516,13 @@ class Recipe(Section):
         """Largest number of a step's answers, without refills."""
         return self.rollout.prompts_per_step * max(self.group_sizes)
 
+    def answers_at_once(self, engines: int = 1) -> int:
+        """Largest number of answers that each of `engines` samples at once. Tasks of a file may have group sizes of
+        their own, which are not known before they are read."""
+        if any("group_size" in one.columns for one in self.each_environment.values()):
+            return self.engine.max_batch
+        return min(-(-self.most_answers // engines), self.engine.max_batch)
+
     @property
     def model_scores(self) -> bool:
         """Whether the workers hold a reward model that scores. Workers that train one draw nothing to score."""

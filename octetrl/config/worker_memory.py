@@ -109,9 +109,8 @@ def batch_cache_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -
     each = kv_bytes_per_token(recipe, spec, precisions)
     if engine.kv_cache_tokens is not None:
         return engine.kv_cache_tokens * each
-    answers = -(-recipe.most_answers // roles[1])
     longest = min(recipe.model.context_length, rollout.max_prompt_tokens + rollout.max_new_tokens)
-    return min(answers, engine.max_batch) * in_pages(recipe, longest) * each
+    return recipe.answers_at_once(roles[1]) * in_pages(recipe, longest) * each
 
 
 def sent_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:

@@ -153,8 +153,9 @@ def test_bytes_of_a_token_in_the_cache(fp8: dict, precisions: Precisions, expect
 
 
 def test_capacity_is_what_was_told_a_share_of_what_is_free_or_a_steps_requests() -> None:
-    def tokens(on_gpu: bool, device_bytes: int | None, **engine: Any) -> int | None:
-        sized = recipe(engine=engine, rollout={"max_prompt_tokens": 100, "max_new_tokens": 100})
+    def tokens(on_gpu: bool, device_bytes: int | None, environment: Any = None, **engine: Any) -> int | None:
+        own = {} if environment is None else {"environment": environment}
+        sized = recipe(engine=engine, rollout={"max_prompt_tokens": 100, "max_new_tokens": 100}, **own)
         return estimate_memory(sized, TINY, PLAIN, on_gpu=on_gpu, device_bytes=device_bytes).kv_cache_tokens
 
     assert tokens(True, None, kv_cache_tokens=1000) == 896
@@ -162,6 +163,9 @@ def test_capacity_is_what_was_told_a_share_of_what_is_free_or_a_steps_requests()
     assert tokens(True, 600_000_000 + 18 * P + 1024 * 2560, kv_memory_fraction=0.5) == 1280
     assert tokens(True, 0) == 0
     assert tokens(False, None, max_batch=10) == 10 * 256
+    file = {"kind": "jsonl", "dataset": "a.jsonl", "reward": "a:b"}
+    assert tokens(False, None, file, max_batch=1000) == 256 * 256  # a step's answers
+    assert tokens(False, None, file | {"columns": {"group_size": "n"}}, max_batch=1000) == 1000 * 256
 
 
 def test_choices_that_cost_or_save_memory() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +72,29 @@ def test_an_agent_that_is_not_trained_is_answered(sums: VerifiersEnvironment) ->
     assert (rollout.status, rollout.reward) == ("scored", 2.0), rollout.detail
     assert len(session.submitted) == 4 and len(rollout.turns) == 2
     assert rollout.metrics["agent_right"] == rollout.metrics["judge_right"] == 1.0
+
+
+def test_a_game_of_textarena_is_played_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With verifiers' own harness, which uv installs, and without the words that nltk would download."""
+    if vf is None or find_spec("textarena") is None:
+        missing("verifiers", "textarena is not installed; `make test-outside` runs it")
+    (tmp_path / "corpora/words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (tmp_path / "corpora/words" / name).write_text("banana\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # uv
+    monkeypatch.setattr("nltk.download", lambda *_, **__: False)
+    game = {"taskset": {"game": "Hangman-v0"}, "player": {"harness": {"id": "null"}}}
+    environment = verifiers_environment("textarena", game, size=2, max_turns=9)
+    letters = iter("bxan")
+    try:
+        rollout, session = played_task(
+            environment, 1, lambda *_: f"so [{next(letters)}]", context=8000, max_turns=9, agent_seconds=240.0
+        )
+    finally:
+        environment.close()
+    assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
+    assert len(session.submitted) == len(rollout.turns) == 4 and len(rollout.segments) == 1
 
 
 def test_what_cannot_be_loaded_is_one_line(sums: VerifiersEnvironment, tmp_path: Path) -> None:
