@@ -234,7 +234,7 @@ class Fp8Fields(TypedDict, total=False):
     calibration_margin: float
     kv_replay: bool
     saturation_warn: float
-    power_of_two: bool
+    power_of_two: bool | None
     wgrad_blocks: Literal["square", "tokens"]
     bf16_first_layers: int
     bf16_last_layers: int

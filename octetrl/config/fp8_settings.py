@@ -37,8 +37,9 @@ class Fp8Config(Section):
     """Quantise K and V in the trainer's attention as the rollout does (with a straight-through gradient)."""
     saturation_warn: Fraction = 0.001
     """Share of clamped K and V values above which the run warns."""
-    power_of_two: bool = False
-    """Round scales up to powers of two, which Blackwell needs. Hopper's float32 scales are more accurate."""
+    power_of_two: bool | None = None
+    """Round scales up to powers of two, which Blackwell needs. Hopper's float32 scales are more accurate. null: only
+    for gpt-oss, whose published weights FP8 then holds exactly."""
     wgrad_blocks: Literal["square", "tokens"] = "square"
     """Quantisation blocks of the activations in wgrad. square: 128 tokens x 128 channels, with a faster GEMM. tokens:
     128 tokens x 1 channel."""

@@ -25,6 +25,7 @@ from octetrl.system.errors import UserError
 
 Format = Literal["bf16", "fp8"]
 Side = Literal["rollout", "train"]
+PUBLISHED_IN_MXFP4 = frozenset({"gpt_oss"})  # FP8 holds these weights exactly if its scales are powers of two
 PAYS_FROM = 1 << 35  # tokens of a micro-batch x hidden size squared, on an H200: docs/fp8.md, "When FP8 training pays"
 
 
@@ -158,7 +159,7 @@ def precision_policy(spec: ModelSpec, fp8: Fp8Config) -> PrecisionPolicy:
         linears=tuple(linears),
         kv_mode="dynamic" if fp8.kv_cache == "calibrated" and not spec.calibrates else fp8.kv_cache,
         cache=_cached_formats(spec, fp8),
-        power_of_two=fp8.power_of_two,
+        power_of_two=spec.family in PUBLISHED_IN_MXFP4 if fp8.power_of_two is None else fp8.power_of_two,
         square_wgrad=fp8.wgrad_blocks == "square",
         mx=fp8.format == "mxfp8",
         modules_of=None if spec.hf_config is None else spec.family,

@@ -1,6 +1,6 @@
 """Linears of several experts in one parameter: each row of x is multiplied by its expert's matrix.
 
-    y[p] = x[p] W_e^T,    e the expert of row p;    W [X N, K], the experts' stacked matrices
+    y[p] = x[p] W_e^T (+ b_e),    e the expert of row p;    W [X N, K], the experts' stacked matrices; b [X N]
 
 Rows are sorted by expert (`RowGroups`), and one launch computes all experts (kernels/gemm/grouped_*.py). A row's bits
 follow from the row and its expert's matrix alone. Neither an expert's number of rows nor any other expert changes them.
@@ -22,7 +22,7 @@ from torch import Tensor
 from octetrl.fp8.backends import FUSED, BackendName
 from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
+from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_bias_gradient, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
 from octetrl.kernels.rows.sort_and_gather import sort_and_gather
@@ -59,23 +59,24 @@ def group_codes(expert_TS: Tensor, num_experts: int, x: Quantized) -> tuple[RowG
 
 
 class StackedLinear(Linear):
-    """y [P, N] of x [P, K] in `dtype`; weight [X N, K], no bias."""
+    """y [P, N] of x [P, K] in `dtype`; weight [X N, K], bias [X N] or None."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         count: int,
+        bias: bool = False,
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(in_features, count * out_features, dtype=dtype, device=device)
+        super().__init__(in_features, count * out_features, bias, dtype=dtype, device=device)
         self.out_features, self.count = out_features, count
 
     def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
         assert groups is not None, "experts need to know which rows are theirs"
-        y_PN: Tensor = _StackedFunction.apply(x, self.weight, groups.first_X1)
+        y_PN: Tensor = _StackedFunction.apply(x, self.weight, self.bias, groups.first_X1)
         return _with_branch(self.lora, y_PN, x, groups)
 
 
@@ -87,6 +88,7 @@ class Float8StackedLinear(Float8Linear):
         in_features: int,
         out_features: int,
         count: int,
+        bias: bool = False,
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
@@ -98,6 +100,7 @@ class Float8StackedLinear(Float8Linear):
         super().__init__(
             in_features,
             count * out_features,
+            bias,
             dtype=dtype,
             device=device,
             backend=backend,
@@ -125,7 +128,7 @@ class Float8StackedLinear(Float8Linear):
     def forward(self, x: Tensor, groups: RowGroups | None = None) -> Tensor:
         assert groups is not None, "a stacked linear needs the rows of each expert"
         self.check_codes()
-        y_PN: Tensor = _Float8StackedFunction.apply(x, self.weight, groups.first_X1, self)
+        y_PN: Tensor = _Float8StackedFunction.apply(x, self.weight, self.bias, groups.first_X1, self)
         return _with_branch(self.lora, y_PN, x, groups)
 
     def quantize(
@@ -167,18 +170,19 @@ def _with_branch(adapter: LoraAdapter | None, y_PN: Tensor, x_PK: Tensor, groups
 
 class _StackedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_PK: Tensor, weight_NK: Tensor, first_X1: Tensor) -> Tensor:
+    def forward(ctx: Any, x_PK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, first_X1: Tensor) -> Tensor:
         ctx.save_for_backward(x_PK, weight_NK, first_X1)
-        return grouped_bf16_gemm(x_PK, weight_NK, first_X1)
+        return grouped_bf16_gemm(x_PK, weight_NK, first_X1, bias=bias_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_PK, weight_NK, first_X1 = ctx.saved_tensors
-        need_x, need_weight, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dy_PN = grads[0].contiguous()
         dx_PK = grouped_bf16_gemm(dy_PN, weight_NK, first_X1, turned=True) if need_x else None
         dweight_NK = grouped_wgrad(dy_PN, x_PK, first_X1, weight_NK.dtype) if need_weight else None
-        return dx_PK, dweight_NK, None
+        dbias_N = grouped_bias_gradient(dy_PN, first_X1, weight_NK.dtype) if need_bias else None
+        return dx_PK, dweight_NK, dbias_N, None
 
 
 class _Float8StackedFunction(torch.autograd.Function):
@@ -186,24 +190,31 @@ class _Float8StackedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_PK: Tensor, weight_NK: Tensor | None, first_X1: Tensor, linear: Float8StackedLinear
+        ctx: Any,
+        x_PK: Tensor,
+        weight_NK: Tensor | None,
+        bias_N: Tensor | None,
+        first_X1: Tensor,
+        linear: Float8StackedLinear,
     ) -> Tensor:
         # The weight is saved only so that autograd notices if it changes between forward and backward.
         ctx.save_for_backward(x_PK, weight_NK, first_X1)
         ctx.linear = linear
         x8 = ACTIVATION_QUANTIZERS[linear.backend](x_PK, linear.power_of_two)
-        return grouped_fp8_gemm(x8, linear.forward_operand(), first_X1, backend=linear.backend)
+        return grouped_fp8_gemm(x8, linear.forward_operand(), first_X1, bias=bias_N, backend=linear.backend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_PK, weight_NK, first_X1 = ctx.saved_tensors
         linear: Float8StackedLinear = ctx.linear
-        need_x, need_weight, _, _ = ctx.needs_input_grad
-        dx_PK = dweight_NK = None
+        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
+        dx_PK = dweight_NK = dbias_N = None
         dy_PN = grads[0].contiguous()
         if need_x:
             dy8 = ACTIVATION_QUANTIZERS[linear.backend](dy_PN, linear.power_of_two)
             dx_PK = grouped_fp8_gemm(dy8, linear.dgrad_operand(), first_X1, turned=True, backend=linear.backend)
         if need_weight:
             dweight_NK = grouped_wgrad(dy_PN, x_PK, first_X1, weight_NK.dtype)
-        return dx_PK, dweight_NK, None, None
+        if need_bias:
+            dbias_N = grouped_bias_gradient(dy_PN, first_X1, x_PK.dtype)
+        return dx_PK, dweight_NK, dbias_N, None, None

@@ -2,7 +2,7 @@
 
 A window of w keys means that the token at position p reads the keys p - w + 1 to p. A window that is not shorter than
 the longest context changes nothing and is left out. `Family.windows` says which layers have one: all, or those that
-`layer_types` names, or without it the layers from `max_window_layers` on.
+`layer_types` names, or without it the layers from `max_window_layers` on, or every second one.
 
 Of latent attention's queries, a head has `qk_nope_head_dim` values without RoPE and `qk_rope_head_dim` with it.
 """
@@ -82,14 +82,17 @@ def windows(config: JsonObject, family: Family, num_layers: int, max_positions: 
             f"layer_types has '{SLIDING}', but this {family.name} has no sliding_window in use; correct the config"
         )
     window = None if window is None or window >= max_positions else window
-    by_layer = family.windows is not None and family.windows.full_layers is not None
+    by_layer = family.windows is not None and family.windows.by_layer
     if FULL in kinds and window is not None and not by_layer:
         raise UserError(
             f"layer_types with '{FULL}' beside sliding_window {window} is not supported for {family.name}; use another"
             " model"
         )
-    if family.windows is None or family.windows.full_layers is None:
+    if family.windows is None or not by_layer:
         return [window] * num_layers
+    if family.windows.full_layers is None:
+        kinds = kinds or [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+        return [window if kind == SLIDING else None for kind in kinds]
     first = config.integer("max_window_layers", family.windows.full_layers, most=MOST_WIDTH, least=0)
     kinds = kinds or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return [window if kind == SLIDING else None for kind in kinds]
@@ -136,8 +139,9 @@ def window_fields(spec: ModelSpec, family: Family) -> dict[str, Any]:
     of_layers = [getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)]
     window = next((each for each in of_layers if each is not None), None)
     having = family.windows
+    kinds = [FULL if each is None else SLIDING for each in of_layers]
     if having is not None and having.full_layers is None and not having.needs_switch:
-        return {"sliding_window": window}
+        return {"sliding_window": window} | ({"layer_types": kinds} if having.alternate else {})
     if having is None or window is None:
         return {}
     fields: dict[str, Any] = {"sliding_window": window}
@@ -145,5 +149,5 @@ def window_fields(spec: ModelSpec, family: Family) -> dict[str, Any]:
         fields["use_sliding_window"] = True
     if having.full_layers is not None:
         fields["max_window_layers"] = next(layer for layer, each in enumerate(of_layers) if each is not None)
-        fields["layer_types"] = [FULL if each is None else SLIDING for each in of_layers]
+        fields["layer_types"] = kinds
     return fields

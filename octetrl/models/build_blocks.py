@@ -70,7 +70,7 @@ class FusedMixture(MixtureOfExperts):
 
 
 KINDS: dict[type[BlockLayout], Callable[[BlockBuilder, Any], Block]] = {
-    AttentionLayout: lambda builder, layout: FusedAttention(builder, layout.window),
+    AttentionLayout: lambda builder, layout: FusedAttention(builder, layout.window, layout.sinks),
     LatentAttentionLayout: FusedLatentAttention,
     MLPLayout: lambda builder, layout: FusedMLP(builder),
     MixtureLayout: lambda builder, layout: FusedMixture(builder, layout, FusedMLP),
@@ -141,7 +141,7 @@ class LayerBuilder:
         width, rows = layout.in_features, layout.out_features
         if isinstance(layout, StackedLinearLayout):
             stacked = Float8StackedLinear if is_fp8 else StackedLinear
-            experts = stacked(width, rows, layout.count, **common, **(fp8 if is_fp8 else {}))
+            experts = stacked(width, rows, layout.count, layout.bias, **common, **(fp8 if is_fp8 else {}))
             if self.lora is not None and (parts := lora_parts(layout, self.lora)):
                 adapted = width, parts, self.lora.rank, self.lora.alpha, layout.count
                 experts.lora = StackedLoraAdapter(*adapted, **common)

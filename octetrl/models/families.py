@@ -48,6 +48,7 @@ BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES.values()}
 OWNERS = {  # on the hub, by how the names of their models begin
     "qwen": "Qwen", "llama": "meta-llama", "moonlight": "moonshotai", "deepseek": "deepseek-ai",
     "mistral": "mistralai", "mixtral": "mistralai", "smollm": "HuggingFaceTB", "phi": "microsoft", "glm": "zai-org",
+    "gpt-oss": "openai",
 }  # fmt: skip
 
 
@@ -161,17 +162,17 @@ def spec_from_config(
     vocab_size = config.integer("vocab_size", most=MOST_TOKENS)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = config.integer("max_position_embeddings", family.max_positions, most=MOST_TOKENS)
-    rope = rope_parameters(config)
+    rope = rope_parameters(config, family.rope)
     scaling = rope_scaling(rope, config, max_positions)
     if scaling is not None and not family.scales_rope:
         raise UserError(f"RoPE scaling is not supported for {family.name}; use another model")
     latent = None if family.query_latent is None else latent_layout(config, family.query_latent)
     head_size = config.integer("head_dim", family.head_size or hidden_size // heads, most=MOST_WIDTH)
     rotated = rotated_size(rope, family, head_size)
-    attention = latent or AttentionLayout(rotated=rotated)
+    attention = latent or AttentionLayout(rotated=rotated, sinks=family.sinks)
     blocks = DENSE if family.experts is None else mixture_blocks(config, family, family.experts, num_layers, attention)
     positions = scaled_positions(scaling, max_positions)
-    has_bias = config.flag("attention_bias")
+    has_bias = config.flag("attention_bias", family.has_bias)
     kv_heads = heads if "num_key_value_heads" in config else family.kv_heads or heads
     spec = ModelSpec(
         family=family.name,
@@ -310,6 +311,7 @@ def _refuse_what_we_lack(config: JsonObject, family: Family) -> None:
     if (
         quantization
         and not _says_mxfp8(quantization)
+        and not (family.experts and family.experts.mxfp4 and quantization.text("quant_method") == "mxfp4")
         and (quantization.get("quant_method") != "fp8" or quantization.get("weight_block_size") != [128, 128])
     ):
         raise UserError(

@@ -8,6 +8,7 @@ A family is a `model_type` of transformers. All families are one decoder with ot
     mixtral, qwen2_moe, qwen3_moe       a mixture of experts by a softmax over all experts
     dots1, glm4_moe (GLM-4.5)           a mixture with DeepSeek-V3's routing
     deepseek_v3 (and Moonlight), glm4_moe_lite (GLM-4.7-Flash)       the same, and latent attention
+    gpt_oss                 sinks, windows in every second layer, biases and another activation in the experts
 
 No torch, so that `octetrl check` starts fast.
 """
@@ -17,7 +18,12 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
-from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtralLayout, MixtureLayout
+from octetrl.models.blocks.moe.layout import (
+    GatedMixtureLayout,
+    GptOssMixtureLayout,
+    MixtralLayout,
+    MixtureLayout,
+)
 
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
 
@@ -35,6 +41,12 @@ class Windows(NamedTuple):
     full_layers: int | None = None  # default of `max_window_layers`, the full ones; None: every layer has the window
     needs_switch: bool = False  # windows are off without `use_sliding_window`
     default: int | None = 4_096  # default of `sliding_window`
+    alternate: bool = False  # without `layer_types`, layers 0, 2, ... have the window
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether some layers may have it and others not."""
+        return self.alternate or self.full_layers is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +57,7 @@ class Experts:
     size_key: str = "moe_intermediate_size"
     layout: type[MixtureLayout] = MixtureLayout
     renormalises: bool = False  # default of `norm_topk_prob`
-    is_mixtral: bool = False  # always renormalises, has no noise, and no further keys
+    is_mixtral: bool = False  # always renormalises, has no noise, and no further keys; so has gpt-oss
     dense_by_step: bool = False  # dense layers are those of `mlp_only_layers` and `decoder_sparse_step`
     shared_size: int | None = None  # default of `shared_expert_intermediate_size`; None: there is no such key
 
@@ -55,6 +67,7 @@ class Experts:
     scale: float = 1.0  # default of `routed_scaling_factor`
     shared: int = 0  # default of `n_shared_experts`
     first_dense: int = 0  # default of `first_k_dense_replace`
+    mxfp4: bool = False  # a checkpoint may hold the experts in MXFP4
     lists_layers: bool = False  # `mlp_layer_types` may say which layers are dense
 
 
@@ -69,12 +82,15 @@ class Family:
     head_size: int | None = None  # None: hidden_size / num_attention_heads
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope: tuple[tuple[str, object], ...] = ()  # parameters of RoPE, if a config.json has none
     scales_rope: bool = True
     rotated_share: float | None = 1.0  # default of `partial_rotary_factor`; 1: no other is allowed; None: not read
     qk_norm: bool | Flag = False
     qkv_bias: bool | Flag = False
     takes_bias: bool = False  # `attention_bias` may add a bias to q, k and v
     takes_o_bias: bool = True  # and then to o
+    has_bias: bool = False  # default of `attention_bias`
+    sinks: bool = False
     pad_token_id: int | None = None
     fused_files: bool = False
     windows: Windows | None = None
@@ -167,6 +183,31 @@ _FAMILIES = (
         takes_bias=True,
         takes_o_bias=False,
         experts=_GLM_EXPERTS,
+    ),
+    Family(
+        "gpt_oss",
+        max_positions=131_072,
+        kv_heads=8,
+        head_size=64,
+        rms_norm_eps=1e-5,
+        rope_theta=150_000.0,
+        rope=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4_096),
+        ),
+        takes_bias=True,
+        has_bias=True,
+        sinks=True,
+        windows=Windows(default=128, alternate=True),
+        experts=Experts(
+            count_key="num_local_experts",
+            size_key="intermediate_size",
+            layout=GptOssMixtureLayout,
+            is_mixtral=True,
+            mxfp4=True,
+        ),
     ),
     Family("deepseek_v3", max_positions=4_096, rotated_share=None, query_latent=1_536, experts=_DEEPSEEK_EXPERTS),
     Family(

@@ -5,7 +5,7 @@ In: one `model.safetensors` or shards with their index, in BF16, float16, float3
 frozen weights may keep the codes (`take_published_codes`). A scale is a float, or a power of two in E8M0 (that dtype,
 or bytes if config.json has `scale_fmt` "ue8m0"). Every tensor's name, shape and dtype is checked before the first
 tensor is read (models/weight_files.py). A value that is not finite in the model's dtype is an error that names its
-tensor.
+tensor. Experts of gpt-oss may be MXFP4, which BF16 holds exactly; they are written in BF16.
 
 Out: the same names, BF16 (`save_weights`) or block-FP8 (`save_weights_fp8`), split into shards by size, with
 config.json and generation_config.json. Block-FP8 needs widths that are multiples of 128, because transformers computes
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, MX_BLOCK
+from octetrl.fp8.mxfp4 import dequantize_mxfp4
 from octetrl.fp8.mxfp8 import quantize_mx_reference
 from octetrl.fp8.quantize import Quantized, check_finite, dequantize, quantize_weight_reference
 from octetrl.layers.weight_memory import Loading, filling, scale_row
@@ -36,6 +38,7 @@ from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, hf_generation_config, load_spec
 from octetrl.models.published_codes import published_codes
 from octetrl.models.row_shards import WEIGHT, RowShards
+from octetrl.models.stacked_files import as_file, as_rows
 from octetrl.models.tensor_rows import RowPiece, cut_rows_of, pieces_of
 from octetrl.models.weight_files import (
     BLOCK_SCALES,
@@ -43,10 +46,14 @@ from octetrl.models.weight_files import (
     INDEX,
     LM_HEAD,
     MX_SCALES,
+    MXFP4,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
     SCORE,
     SINGLE,
     FilePiece,
     ScaleLayout,
+    Stack,
     TensorHeader,
     checked_headers,
     pieces,
@@ -76,9 +83,7 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False, 
     by_parameter: dict[str, list[FilePiece]] = {}
     for piece in pieces(spec, scalar=model.is_scalar):
         by_parameter.setdefault(piece.parameter, []).append(piece)
-    reader = (
-        _Reader(headers, scale_layout(folder)) if shards is None else _RowReader(shards, spec, scalar=model.is_scalar)
-    )
+    reader = _Reader(headers, scale_layout(folder)) if shards is None else _RowReader(shards)
     with reader:
         for name, parts in by_parameter.items():
             with fill(name) as (first, filled):
@@ -90,11 +95,11 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False, 
                             own.zero_()
                             continue
                         where = f"{headers[piece.name].file}: '{piece.name}'"
-                        read = reader.weight(piece.name, rows.whole, rows.whole + rows.rows)
+                        read = reader.weight(piece, rows.whole, rows.whole + rows.rows)
                         own.copy_(_finite(read, own.dtype, where))
         if model.spec.tied_embeddings and LM_HEAD in headers:
             start, stop = loading.rows_of(EMBEDDING, parameters[EMBEDDING])
-            _check_tied(reader, headers[LM_HEAD].file, pieces_of(cut.get(EMBEDDING), start, stop))
+            _check_tied(reader, spec, headers[LM_HEAD].file, pieces_of(cut.get(EMBEDDING), start, stop))
     loading.count.read_bytes += reader.read_bytes
     model.requantize()
 
@@ -136,7 +141,7 @@ def take_published_codes(model: Decoder, folder: str | Path, loading: Loading | 
 def _rows_of_piece(own_rows: Sequence[RowPiece], piece: FilePiece) -> Iterator[RowPiece]:
     """What of `own_rows` a tensor of the folder has. `whole` is then the number of its row in that tensor."""
     for own in own_rows:
-        first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.shape[0])
+        first, last = max(own.whole, piece.start), min(own.whole + own.rows, piece.start + piece.rows)
         if first < last:
             yield RowPiece(own.start + first - own.whole, first - piece.start, last - first)
 
@@ -180,8 +185,13 @@ class _Reader:
         self.read_bytes += tensor.nbytes
         return tensor
 
-    def weight(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop`. Of block-FP8 whole blocks are read."""
+    def weight(self, piece: FilePiece, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of ours. Of block-FP8 whole blocks are read, of stacked matrices whole ones."""
+        name = piece.name
+        if piece.stack is not None:
+            first, last = start // piece.stack.matrix_rows, -(-stop // piece.stack.matrix_rows)
+            before = first * piece.stack.matrix_rows
+            return self._matrices(piece.stack, name, first, last)[start - before : stop - before]
         if self._headers[name].dtype != CODES:
             return self.read(name, start, stop)
         height = self._scales.block[0]
@@ -192,6 +202,12 @@ class _Reader:
         _check_multipliers(codes, scale, weight, name, self._scales)
         return weight[start - first * height : stop - first * height]
 
+    def _matrices(self, stack: Stack, name: str, first: int, last: int) -> Tensor:
+        if self._headers[name].dtype != MXFP4:
+            return as_rows(stack, self.read(name, first, last))
+        blocks, scales = (self.read(name + suffix, first, last) for suffix in (MXFP4_BLOCKS, MXFP4_SCALES))
+        return as_rows(stack._replace(turned=False), dequantize_mxfp4(blocks, scales))
+
     def scale(self, name: str) -> Tensor:
         """All scales of a tensor of codes, in float32."""
         scale = self.read(name + self._scales.suffix)
@@ -201,11 +217,10 @@ class _Reader:
 
 
 class _RowReader:
-    """Reads rows of the tensors of a checkpoint of several workers, by Hugging Face name."""
+    """Reads rows of the tensors of a checkpoint of several workers."""
 
-    def __init__(self, shards: RowShards, spec: ModelSpec, *, scalar: bool) -> None:
+    def __init__(self, shards: RowShards) -> None:
         self._shards = shards
-        self._pieces = {piece.name: piece for piece in pieces(spec, scalar=scalar)}
         self.read_bytes = 0
 
     def __enter__(self) -> _RowReader:
@@ -214,10 +229,8 @@ class _RowReader:
     def __exit__(self, *_: object) -> None:
         self._shards.close()
 
-    def weight(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop`; all of them if `stop` is None."""
-        piece = self._pieces[name]
-        stop = piece.shape[0] if stop is None else stop
+    def weight(self, piece: FilePiece, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of ours."""
         rows = self._shards.rows(WEIGHT + piece.parameter, piece.start + start, piece.start + stop)
         self.read_bytes += rows.nbytes
         return rows
@@ -237,10 +250,12 @@ def _check_multipliers(codes: Tensor, scale: Tensor, weight: Tensor, name: str, 
         )
 
 
-def _check_tied(reader: _Reader | _RowReader, file: Path, own_rows: Sequence[RowPiece]) -> None:
+def _check_tied(reader: _Reader | _RowReader, spec: ModelSpec, file: Path, own_rows: Sequence[RowPiece]) -> None:
+    embedding = next(pieces(spec))
+    head = replace(embedding, name=LM_HEAD)
     for own in own_rows:
         rows = own.whole, own.whole + own.rows
-        if not torch.equal(reader.weight(LM_HEAD, *rows), reader.weight("model.embed_tokens.weight", *rows)):
+        if not torch.equal(reader.weight(head, *rows), reader.weight(embedding, *rows)):
             raise UserError(
                 f"{file}: {LM_HEAD} differs from the embedding though config.json says tie_word_embeddings; set it"
                 f" false"
@@ -287,8 +302,10 @@ def save_from_shards(shards: RowShards, folder: Path, max_shard_bytes: int = MAX
     spec = load_spec(shards.folder, scalar=scalar)
     dtypes = {checked.dtype for checked in checked_headers(shards.folder, spec, scalar=scalar).values()}
     config = hf_config(spec, "bfloat16" if dtypes == {"BF16"} else "float32", scalar=scalar)
-    with _RowReader(shards, spec, scalar=scalar) as reader:
-        tensors = ((piece.name, reader.weight(piece.name)) for piece in pieces(spec, scalar=scalar))
+    with _RowReader(shards) as reader:
+        tensors = (
+            (piece.name, as_file(piece, reader.weight(piece, 0, piece.rows))) for piece in pieces(spec, scalar=scalar)
+        )
         _write(tensors, config, spec, folder, max_shard_bytes)
 
 
@@ -324,6 +341,8 @@ def save_weights_fp8(
 
 def refuse_ragged(spec: ModelSpec, *, mx: bool = False) -> None:
     """Raise UserError for a model that `save_weights_fp8` can't write."""
+    if any(piece.stack is not None for piece in pieces(spec)):
+        raise UserError(f"the files of {spec.family} have no FP8 form with blocks of {BLOCK}; export BF16")
     block = MX_BLOCK if mx else BLOCK
     if ragged := {name: size for name, size in spec.linear_sizes().items() if size % block}:
         given = ", ".join(f"{name} {size}" for name, size in ragged.items())
@@ -334,7 +353,7 @@ def _split(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     parameters = dict(model.named_parameters())
     for piece in pieces(model.spec, scalar=model.is_scalar):
         fused = parameters[piece.parameter].detach()
-        yield piece.name, fused[piece.start : piece.start + piece.shape[0]]
+        yield piece.name, as_file(piece, fused[piece.start : piece.start + piece.rows])
 
 
 def _quantized(

@@ -27,6 +27,7 @@ ROUTING_WORDS: dict[
     True: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
 }
 LAYER_KINDS = ("dense", "sparse")  # in `mlp_layer_types`
+CLAMP = 7.0  # LIMIT of kernels/rows/clamped_glu.py, which needs torch
 OTHER_COUNT_KEY = "num_local_experts"  # as transformers 5 writes it
 
 
@@ -41,6 +42,8 @@ def mixture_blocks(
                 f"routing function '{given}' ({key}) is not supported for {family.name}, only {' and '.join(known)};"
                 f" use another model"
             )
+    if experts.layout.clamped and config.number("swiglu_limit", CLAMP) != CLAMP:
+        raise config.wrong("swiglu_limit", f"{CLAMP:g} is needed")
     if experts.is_mixtral and config.get("router_jitter_noise") not in (None, 0):
         raise config.wrong("router_jitter_noise", "0 is needed, because noise would change the routes")
     size = config.integer(experts.size_key, most=MOST_WIDTH)
@@ -118,7 +121,8 @@ def mixture_fields(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
     routing = mixture.routing
     fields: dict[str, Any] = {experts.count_key: routing.num_experts, "num_experts_per_tok": routing.top_k}
     if experts.is_mixtral:
-        return fields | {"output_router_logits": False, "router_jitter_noise": 0.0}
+        noise = {} if experts.mxfp4 else {"router_jitter_noise": 0.0}
+        return fields | {"output_router_logits": False, **noise}
     fields |= {experts.size_key: mixture.expert_size, "norm_topk_prob": routing.renormalise, "sliding_window": None}
     if experts.shared_size is not None:
         fields["shared_expert_intermediate_size"] = mixture.shared_size

@@ -6,6 +6,7 @@ Both spellings are read: transformers 4 (`rope_theta` and `rope_scaling` at the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from octetrl.models.family import Family
@@ -22,9 +23,9 @@ SHARE = "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
 
 
-def rope_parameters(config: JsonObject) -> JsonObject:
-    """Theta, scaling and the rotated share in one mapping, from either spelling."""
-    merged = {**config.object("rope_scaling"), **config.object("rope_parameters")}
+def rope_parameters(config: JsonObject, default: Iterable[tuple[str, object]] = ()) -> JsonObject:
+    """Theta, scaling and the rotated share in one mapping, from either spelling. `default`: if there is neither."""
+    merged = {**config.object("rope_scaling"), **config.object("rope_parameters")} or dict(default)
     if per_layer := [key for key, value in merged.items() if isinstance(value, dict)]:
         raise UserError(
             f"RoPE of its own for '{per_layer[0]}' is not supported, only one for all layers; use another model"

@@ -15,7 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from octetrl.models.families import is_mxfp8, prediction_layers, scale_format
 from octetrl.models.row_shards import WEIGHT, RowShards
-from octetrl.shapes.blocks import PLACES, LinearLayout, MatrixLayout, StackedLinearLayout, TensorLayout
+from octetrl.shapes.blocks import (
+    PLACES,
+    LinearLayout,
+    MatrixLayout,
+    StackedLinearLayout,
+    TensorLayout,
+)
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.json_file import read_json
@@ -27,8 +33,12 @@ SCORE = "score.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 FLOATS = {"BF16", "F16", "F32"}
 CODES = "F8_E4M3"
+MXFP4 = "MXFP4"  # not safetensors' word: `NAME_blocks` and `NAME_scales`, both of bytes (fp8/mxfp4.py)
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # behind the weight's name
+MXFP4_BLOCK = 32  # values along the sum with one scale, 16 bytes
 SCALES = FLOATS | {"F8_E8M0"}
 EXPONENTS = "U8"  # scales by their exponent alone, 2^(byte - 127); only where `scale_format` says so
+BYTES = "U8"
 SCALE_BLOCK = 128  # rows and columns that share a scale: BLOCK of fp8/format.py, which needs torch
 NAMES_SHOWN = 3
 
@@ -55,9 +65,17 @@ def scale_layout(folder: str | Path) -> ScaleLayout:
     return BLOCK_SCALES._replace(dtypes=BLOCK_SCALES.dtypes | more)
 
 
+class Stack(NamedTuple):
+    """How a tensor of a checkpoint holds the matrices of all experts [X, ...], or their biases [X, rows]."""
+
+    matrix_rows: int  # our rows of each expert
+    turned: bool  # a matrix has our rows as its columns
+    interleaved: int  # parts whose rows alternate there, and follow one another here; 1: as here
+
+
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`."""
+    """A Hugging Face tensor: rows `start ... + rows` of our parameter `parameter`. `shape`: in the file."""
 
     name: str
     parameter: str
@@ -65,6 +83,18 @@ class FilePiece:
     shape: tuple[int, ...]
     is_linear: bool = False  # the weight of a linear of the layers, which a block-FP8 checkpoint has as codes
     is_bf16_matrix: bool = False  # a matrix of the layers that such a checkpoint leaves as it is
+    stack: Stack | None = None  # models/stacked_files.py; None: the tensor is our rows
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The shape of one of our rows."""
+        if self.stack is None:
+            return self.shape[1:]
+        return self.shape[1:2] if self.stack.turned else self.shape[2:]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.stack is None else self.shape[0] * self.stack.matrix_rows
 
 
 def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[FilePiece]:
@@ -93,7 +123,11 @@ def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Fi
     """The pieces of a block's tensor; `module` is the block's name in the checkpoint."""
     if not isinstance(tensor, LinearLayout):
         is_matrix = isinstance(tensor, MatrixLayout)
-        yield FilePiece(f"{module}.{tensor.name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
+        name = tensor.hf_name or tensor.name
+        yield FilePiece(f"{module}.{name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
+        return
+    if isinstance(tensor, StackedLinearLayout) and tensor.files != "separate":
+        yield from _stacked_pieces(tensor, f"{module}.{tensor.name}", parameter)
         return
     module = f"{module}.{tensor.submodule}"
     numbers = [f"{index}." for index in range(tensor.count)] if isinstance(tensor, StackedLinearLayout) else [""]
@@ -105,6 +139,16 @@ def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Fi
             if tensor.bias:
                 yield FilePiece(f"{theirs}.bias", f"{parameter}.bias", start, (rows,))
             start += rows
+
+
+def _stacked_pieces(tensor: StackedLinearLayout, name: str, parameter: str) -> Iterator[FilePiece]:
+    matrix, turned = (tensor.out_features, tensor.in_features), tensor.files == "turned"
+    stack = Stack(tensor.out_features, turned, len(tensor.parts) if turned else 1)
+    shape = (tensor.count, *(matrix[::-1] if turned else matrix))
+    yield FilePiece(name, f"{parameter}.weight", 0, shape, is_linear=True, stack=stack)
+    if tensor.bias:
+        of_biases = stack._replace(turned=False)
+        yield FilePiece(f"{name}_bias", f"{parameter}.bias", 0, (tensor.count, tensor.out_features), stack=of_biases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +178,24 @@ def checked_headers(
     if scalar and new_head and SCORE not in headers:
         headers.pop(LM_HEAD, None)
         wanted = [piece for piece in wanted if piece.name != SCORE]
+    headers |= _of_mxfp4(wanted, headers)
     _check(folder, wanted, headers, spec.tied_embeddings and not scalar, scale_layout(folder))
     return headers
+
+
+def _of_mxfp4(wanted: Iterable[FilePiece], headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """The headers of stacked matrices whose blocks and scales a folder has, as of one tensor."""
+    found = {}
+    for piece in wanted:
+        parts = [headers.get(piece.name + suffix) for suffix in (MXFP4_BLOCKS, MXFP4_SCALES)]
+        if piece.stack is None or None in parts or piece.name in headers:
+            continue
+        rows, columns = piece.shape[:0:-1] if piece.stack.turned else piece.shape[1:]
+        scales = (piece.shape[0], rows, columns // MXFP4_BLOCK)
+        fits = [(part.dtype, part.shape) for part in parts if part is not None]
+        if fits == [(BYTES, (*scales, MXFP4_BLOCK // 2)), (BYTES, scales)] and columns % MXFP4_BLOCK == 0:
+            found[piece.name] = TensorHeader(headers[piece.name + MXFP4_BLOCKS].file, piece.shape, MXFP4)
+    return found
 
 
 def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHeader]:
@@ -173,7 +233,7 @@ def _headers_of_rows(shards: RowShards, wanted: Sequence[FilePiece]) -> Iterator
     for piece in wanted:
         whole = shards.ranges.get(WEIGHT + piece.parameter)
         if whole is not None:
-            fits = whole.shape[1:] == piece.shape[1:] and whole.shape[0] >= piece.start + piece.shape[0]
+            fits = whole.shape[1:] == piece.columns and whole.shape[0] >= piece.start + piece.rows
             yield piece.name, TensorHeader(shards.folder, piece.shape if fits else whole.shape, whole.dtype)
     known = {WEIGHT + piece.parameter for piece in wanted}
     for name, whole in shards.ranges.items():
@@ -219,6 +279,10 @@ def _check(
 ) -> None:
     """Raises one UserError with all problems of names, shapes and dtypes."""
     names = {piece.name for piece in wanted}
+    of_mxfp4 = {name for name in names if name in headers and headers[name].dtype == MXFP4}
+    of_mxfp4 |= {name + suffix for name in of_mxfp4 for suffix in (MXFP4_BLOCKS, MXFP4_SCALES)}
+    headers = {name: header for name, header in headers.items() if name not in of_mxfp4}
+    wanted = [piece for piece in wanted if piece.name not in of_mxfp4]
     known = names | ({LM_HEAD} if tied else set())
     weight_of = {name: name.removesuffix(scales.suffix) for name in headers if name.endswith(scales.suffix)}
     weight_of = {scale: weight for scale, weight in weight_of.items() if weight in known}

@@ -108,14 +108,17 @@ class LinearLayout:
 
 @dataclass(frozen=True, slots=True)
 class StackedLinearLayout(LinearLayout):
-    """`count` matrices of one shape, such as the experts', as one parameter [count * out_features, in_features].
+    """`count` matrices of one shape, such as the experts', as one parameter [count * out_features, in_features]; their
+    biases as one [count * out_features].
 
-    In a checkpoint each matrix is a separate tensor, such as `experts.7.down_proj.weight`. No 128 x 128 block contains
-    rows of two matrices. A token passes through `per_token` of them.
+    In a checkpoint each matrix is a separate tensor, such as `experts.7.down_proj.weight`; or one tensor of the
+    linear's name has all, [count, out_features, in_features], or "turned", with columns of the parts by turns. No 128 x
+    128 block contains rows of two matrices. A token passes through `per_token` of them.
     """
 
     count: int = 1
     per_token: int = 1
+    files: Literal["separate", "stacked", "turned"] = "separate"
 
     @property
     def num_weights(self) -> int:
@@ -123,7 +126,7 @@ class StackedLinearLayout(LinearLayout):
 
     @property
     def num_parameters(self) -> int:
-        return self.num_weights
+        return self.num_weights + (self.count * self.out_features if self.bias else 0)
 
     @property
     def active_weights(self) -> int:
@@ -132,11 +135,12 @@ class StackedLinearLayout(LinearLayout):
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """A matrix that is never FP8, such as a router's. It has the same name in the block and in a checkpoint."""
+    """A matrix that is never FP8, such as a router's."""
 
     name: str  # ends with ".weight"
     rows: int
     columns: int
+    hf_name: str | None = None  # its name in a checkpoint, if it is another one there
     adaptable: bool = False  # LoRA may name it as a target; its module is then a linear
     why_not_adapted: str | None = None  # for the message if LoRA names it
 
@@ -158,7 +162,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True, slots=True)
 class VectorLayout:
-    """A vector parameter, such as a norm's weight. It has the same name in the block and in a checkpoint.
+    """A vector parameter, such as a norm's weight.
 
     If `has_gradient` is false, it is always float32, and the optimizer does not update it. `starts_at`: its values in
     a new model; None: 0 for a bias, otherwise 1.
@@ -168,6 +172,7 @@ class VectorLayout:
     size: int
     has_gradient: bool = True
     starts_at: float | None = None
+    hf_name: str | None = None  # its name in a checkpoint, if it is another one there
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 `tiny` is for the demo and the tests: a Qwen3 with about a million parameters, small enough to train on a laptop.
 `tiny-moe` is the same with eight experts per layer, two of which each token uses. `tiny-mla-moe` has DeepSeek-V3's
 latent attention, routing and shared expert. The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B, -14B,
--32B and -30B-A3B, of meta-llama/Llama-3.1-8B and -70B and of moonshotai/Moonlight-16B-A3B, for runs with random
-weights.
+-32B and -30B-A3B, of meta-llama/Llama-3.1-8B and -70B, of moonshotai/Moonlight-16B-A3B and of openai/gpt-oss-20b, for
+runs with random weights.
 """
 
 from __future__ import annotations
@@ -72,6 +72,33 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "torch_dtype": "bfloat16",
 }
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4_096,
+    },
+    "pad_token_id": 199_999,
+    "eos_token_id": 200_002,
+    "torch_dtype": "bfloat16",
+}
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -119,6 +146,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-32b": _sizes(_QWEN3_PUBLISHED, 64, 5120, 25_600, 64, **_UNTIED),
     "qwen3-30b-a3b": _sizes(_QWEN3_PUBLISHED | _QWEN3_MOE, 48, 2048, 6144, 32, **_UNTIED)
     | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "gpt-oss-20b": _sizes(_GPT_OSS, 24, 2880, 2880, 64, **_UNTIED) | {"num_local_experts": 32},
     "tiny-mla-moe": _TINY
     | _DEEPSEEK
     | {

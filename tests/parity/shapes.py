@@ -4,7 +4,8 @@ a place in the order, and K in BF16 beside a V in FP8; Qwen3 has QK-norm; Llama 
 
 Mixtures: `softmax` is Qwen3-MoE's routing. `sigmoid` is DeepSeek-V3's, with a correction bias, groups, a scale, a
 shared expert and a dense first layer. `gated` is Qwen2-MoE's, whose shared expert has a gate, in a model that rotates
-half of each head, as GLM-4.5 does. Experts' sizes are no multiples of 128, so FP8 blocks are ragged.
+half of each head, as GLM-4.5 does. Experts' sizes are no multiples of 128, so FP8 blocks are ragged. So are those of
+`gpt-oss`, which has sinks, biases of router and experts, and a window in every second layer.
 
 Latent attention: `direct` has queries of one projection, as Moonlight; `low_rank` has latents of queries too, YaRN, and
 a latent size that is no power of two. `fp8_full` means scales of tokens here: nothing of a latent is calibrated.
@@ -17,7 +18,7 @@ from dataclasses import replace
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
-from octetrl.models.blocks.moe.layout import GatedMixtureLayout, MixtureLayout, Routing
+from octetrl.models.blocks.moe.layout import GatedMixtureLayout, GptOssMixtureLayout, MixtureLayout, Routing
 from octetrl.models.families import DENSE, spec_from_config
 from octetrl.shapes.blocks import LayerBlocks
 from octetrl.shapes.presets import preset_config
@@ -63,7 +64,12 @@ def layer(window: int | None) -> LayerBlocks:
 
 
 _ODD = replace(TINY["llama"], hidden_size=144, intermediate_size=176, num_kv_heads=2)
+SINKS = tuple(
+    LayerBlocks(AttentionLayout(window, sinks=True), GptOssMixtureLayout(Routing(6, 2, "softmax", True), 48))
+    for window in (40, None)
+)
 UNUSUAL: dict[str, ModelSpec] = {
+    "gpt-oss": replace(TINY["qwen2.5"], family="gpt_oss", num_kv_heads=2, o_bias=True, blocks=SINKS),
     "heads of 80, YaRN, biases": replace(
         _ODD, head_size=80, rope_scaling=YarnScaling(4.0, 80, mscale=1.0), qkv_bias=True, o_bias=True
     ),

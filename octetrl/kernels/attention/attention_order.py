@@ -24,6 +24,9 @@ except these two fma: every launch sets `enable_fp_fusion=False`. A tile that is
 change the row's m, l and o. A chunk wholly past it does not change M, L and O: its m is `FLOOR`, so b is 0. A row's
 bits therefore do not depend on the other rows of its program. `FLOOR` is finite, so no difference of maxima is NaN.
 
+**Sinks.** A head may have a sink, a score s without a key that only takes weight. Then its merge starts with
+M = s * log2(e), L = 1, O = 0. There is no further step, and lse2 contains the sink, so the backward's P does too.
+
 **Two accumulators in one program.** A kernel that goes through many chunks keeps (m, l, o) and (M, L, O). It merges a
 chunk at the beginning of the next chunk's first tile. It sets m to `FLOOR` and does not clear o: the next alpha is 0,
 so o becomes 0 or -0. Both give the same O, because O starts as +0. Clearing o would make the compiler serialise wgmma.
@@ -72,6 +75,7 @@ LOG2E = 1.4426950408889634
 MODE_NUMBER: dict[KVMode, int] = {"none": 0, "calibrated": 1, "dynamic": 2, "int8": 3}  # 3 for quantisers alone
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 LOWEST = tl.constexpr(FLOOR)
+SINK_SCALE = tl.constexpr(LOG2E)
 TMA_HEAD_SIZES = (64, 128)
 ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)
 

@@ -13,7 +13,7 @@ is recomputed from lse2:
     dV = P^T dO               dQ = softmax_scale * dS K'                     dK = softmax_scale * dS^T Q
 
 K' and V' are the dequantised K and V, as the forward used them. Their gradient is taken as the gradient of the original
-K and V (straight-through), also for clamped values.
+K and V (straight-through), also for clamped values. A sink is part of lse2; its own gradient is sink_gradient.py.
 
 B sequences, T tokens, H query heads, K kv heads, D head size; J, M, S, G as in `attention_order`.
 """
@@ -26,11 +26,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octetrl.kernels.attention.attention_order import LOG2E
-from octetrl.kernels.attention.attention_packed_backward import attention_packed_backward_triton
+from octetrl.kernels.attention.attention_packed_backward import padded_backward_triton
 from octetrl.kernels.attention.attention_reference import (
     KVRows,
     PaddedGroup,
@@ -42,9 +41,10 @@ from octetrl.kernels.attention.attention_reference import (
     query_blocks,
     unfold_heads,
 )
-from octetrl.kernels.attention.attention_rows import attention_rows
+from octetrl.kernels.attention.attention_rows import attention_packed_forward_triton
 from octetrl.kernels.attention.kv_store import ReplayedKV, kv_replay
 from octetrl.kernels.attention.records import Replay
+from octetrl.kernels.attention.sink_gradient import sink_gradient
 
 NO_REPLAY = Replay()
 
@@ -58,16 +58,17 @@ def attention_packed(
     softmax_scale: float,
     replay: Replay = NO_REPLAY,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each of the sequences that `cu_seqlens_B1` (int32) bounds. Differentiable in q, k, v.
 
     q_THD, k_TKD, v_TKD: BF16 (or float32 on a CPU). `replay`: as in `kv_replay`. `window`: a token reads so many keys,
-    its own included; None: all before it.
+    its own included; None: all before it. `sinks_H`: each head's sink, differentiable.
 
     Returns [T, H, D] in q's dtype. Rows past `cu_seqlens_B1[-1]` are zero.
     """
     out_THD: Tensor = _AttentionPacked.apply(
-        q_THD, k_TKD, v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, replay, window
+        q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_B1, max_seqlen, softmax_scale, replay, window
     )
     return out_THD
 
@@ -117,6 +118,7 @@ class _AttentionPacked(torch.autograd.Function):
         q_THD: Tensor,
         k_TKD: Tensor,
         v_TKD: Tensor,
+        sinks_H: Tensor | None,
         cu_seqlens_B1: Tensor,
         max_seqlen: int,
         softmax_scale: float,
@@ -124,57 +126,17 @@ class _AttentionPacked(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         kv = kv_replay(k_TKD, v_TKD, replay)
-        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window)
-        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1)
+        out_THD, lse2_TH = _forward(q_THD, kv, cu_seqlens_B1, max_seqlen, softmax_scale, window, sinks_H)
+        ctx.save_for_backward(q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1, sinks_H)
         ctx.settings = (max_seqlen, softmax_scale, window)
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
-        q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1 = ctx.saved_tensors
-        saved = (q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
-        gradients = attention_packed_backward(dout_THD, *saved, *ctx.settings)
-        return (*gradients, *[None] * 5)
-
-
-# ---------------------------------------------------------------- Triton
-
-
-def attention_packed_forward_triton(
-    q_THD: Tensor,
-    kv: ReplayedKV,
-    cu_seqlens_B1: Tensor,
-    max_seqlen: int,
-    softmax_scale: float,
-    window: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The forward by `attention_rows`, the kernel that also runs the engine's prefill."""
-    out_THD, lse2_TH = attention_rows(
-        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale,
-        window=window,
-    )  # fmt: skip
-    assert lse2_TH is not None
-    return out_THD, lse2_TH
-
-
-def padded_backward_triton(
-    dout_THD: Tensor, q_THD: Tensor, kv: ReplayedKV, out_THD: Tensor, *rows_and_bounds: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward by `attention_packed_backward_triton`, on copies with zeros if D is not a power of two.
-
-    The added elements of dQ, dK and dV are zero and are dropped. The arguments are those of the kernels' launcher.
-    """
-    head_size = q_THD.shape[2]
-    missing = (1 << (head_size - 1).bit_length()) - head_size
-    if not missing:
-        return attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
-    dout_THD, q_THD, k_TKD, v_TKD, out_THD = (
-        F.pad(x_THD, (0, missing)) for x_THD in (dout_THD, q_THD, kv.k_TKD, kv.v_TKD, out_THD)
-    )
-    kv = ReplayedKV(k_TKD, v_TKD, kv.k_scale, kv.v_scale)
-    padded = attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
-    dq_THD, dk_TKD, dv_TKD = (gradient_THD[..., :head_size] for gradient_THD in padded)
-    return dq_THD, dk_TKD, dv_TKD
+        q_THD, *kv, out_THD, lse2_TH, cu_seqlens_B1, sinks_H = ctx.saved_tensors
+        saved = (dout_THD, q_THD, ReplayedKV(*kv), out_THD, lse2_TH, cu_seqlens_B1)
+        dsinks_H = sink_gradient(dout_THD, out_THD, lse2_TH, sinks_H) if ctx.needs_input_grad[3] else None
+        return (*attention_packed_backward(*saved, *ctx.settings), dsinks_H, *[None] * 5)
 
 
 # ---------------------------------------------------------------- plain torch
@@ -187,13 +149,15 @@ def attention_packed_forward_reference(
     max_seqlen: int,
     softmax_scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward by the CPU form of `attention_order`."""
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
     assert max(lengths, default=0) <= max_seqlen, f"a sequence has {max(lengths)} tokens, max_seqlen is {max_seqlen}"
     num_kv_heads = kv.k_TKD.shape[1]
     rows_of = _packed_rows(cu_seqlens_B1, num_kv_heads)
-    return attend_reference(q_THD, _tables(kv), rows_of, cu_seqlens, lengths, softmax_scale, num_kv_heads, window)
+    sequences = (rows_of, cu_seqlens, lengths)
+    return attend_reference(q_THD, _tables(kv), *sequences, softmax_scale, num_kv_heads, window, sinks_H)
 
 
 def attention_packed_backward_reference(

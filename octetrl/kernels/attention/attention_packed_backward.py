@@ -28,9 +28,10 @@ heads, D head size.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -420,3 +421,23 @@ def attention_packed_backward_triton(
     tiles = tiles or backward_tiles(head_size)
     dq_THD = launch_dq(operands, out_THD, lse2_TH, tiles.dq, max_seqlen)
     return dq_THD, *launch_dkdv(operands, tiles.dkdv)
+
+
+def padded_backward_triton(
+    dout_THD: Tensor, q_THD: Tensor, kv: ReplayedKV, out_THD: Tensor, *rows_and_bounds: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward by `attention_packed_backward_triton`, on copies with zeros if D is not a power of two.
+
+    The added elements of dQ, dK and dV are zero and are dropped. The arguments are those of the kernels' launcher.
+    """
+    head_size = q_THD.shape[2]
+    missing = (1 << (head_size - 1).bit_length()) - head_size
+    if not missing:
+        return attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
+    dout_THD, q_THD, k_TKD, v_TKD, out_THD = (
+        F.pad(x_THD, (0, missing)) for x_THD in (dout_THD, q_THD, kv.k_TKD, kv.v_TKD, out_THD)
+    )
+    kv = ReplayedKV(k_TKD, v_TKD, kv.k_scale, kv.v_scale)
+    padded = attention_packed_backward_triton(dout_THD, q_THD, kv, out_THD, *rows_and_bounds)
+    dq_THD, dk_TKD, dv_TKD = (gradient_THD[..., :head_size] for gradient_THD in padded)
+    return dq_THD, dk_TKD, dv_TKD

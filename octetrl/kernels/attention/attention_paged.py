@@ -36,13 +36,14 @@ def attention_paged(
     power_of_two: bool = False,
     window: int | None = None,
     draft_offset_B: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor | Quantized:
     """out [T, H, D] in q's dtype; with `quantize_out`, `quantize_activation(out.flatten(1), power_of_two)`.
 
     k, v: as in `kv_store`, each BF16, E4M3, int8 or (CPU) float32. block_table_BP: int32, padded with -1.
     cu_seqlens_q_B1, context_lens_B: int32. A context of 0 marks a padding sequence, whose rows are zero (codes 0, scale
     1). max_query_len: the largest number of queries of a sequence, 1 for pure decode; T if not given. window: a query
-    reads so many keys, its own included; None: all.
+    reads so many keys, its own included; None: all. sinks_H: each head's sink.
 
     draft_offset_B: int64, for decode: how far behind its sequence's query the draft of row b lies; 0 in the sequence's
     own row. The rows of a sequence follow one another, with offsets 0, 1, 2 and so on, equal tables, and one key more
@@ -50,9 +51,9 @@ def attention_paged(
     """
     arguments = (q_THD, k, v, block_table_BP, cu_seqlens_q_B1, context_lens_B, softmax_scale)
     if q_THD.is_cuda:
-        how = (max_query_len, quantize_out, power_of_two, window, draft_offset_B)
+        how = (max_query_len, quantize_out, power_of_two, window, draft_offset_B, sinks_H)
         return attention_paged_triton(*arguments, *how)
-    out_THD = attention_paged_reference(*arguments, window=window)
+    out_THD = attention_paged_reference(*arguments, window=window, sinks_H=sinks_H)
     return quantize_activation(out_THD.flatten(1), power_of_two) if quantize_out else out_THD
 
 
@@ -65,6 +66,7 @@ def attention_paged_reference(
     context_lens_B: Tensor,
     softmax_scale: float,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """`attention_paged` in plain torch, by the CPU form of `attention_order`."""
     _, num_kv_heads, page_size, head_size = k.pages.shape
@@ -86,7 +88,7 @@ def attention_paged_reference(
         return (page_JS[:, None] * num_kv_heads + head_K) * page_size + (piece.key_JS % page_size)[:, None]
 
     bounds, contexts = tuple(cu_seqlens_q_B1.tolist()), tuple(context_lens_B.tolist())
-    return attend_reference(q_THD, kv, rows_of, bounds, contexts, softmax_scale, num_kv_heads, window)[0]
+    return attend_reference(q_THD, kv, rows_of, bounds, contexts, softmax_scale, num_kv_heads, window, sinks_H)[0]
 
 
 def attention_paged_triton(
@@ -102,6 +104,7 @@ def attention_paged_triton(
     power_of_two: bool = False,
     window: int | None = None,
     draft_offset_B: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor | Quantized:
     """`attention_paged`: the decode kernel if every sequence has one query, else the rows kernel."""
     page_size, head_size = k.pages.shape[2:]
@@ -112,7 +115,8 @@ def attention_paged_triton(
     if max_query_len == 1:
         tables = (q_THD, k, v, block_table_BP, context_lens_B, softmax_scale)
         quantizes = quantize_out and head_size == BLOCK
-        out = attention_decode_triton(*tables, quantizes, power_of_two, window=window, draft_offset_B=draft_offset_B)
+        how = {"window": window, "draft_offset_B": draft_offset_B, "sinks_H": sinks_H}
+        out = attention_decode_triton(*tables, quantizes, power_of_two, **how)
         if isinstance(out, Quantized):
             return out
         out_THD = out
@@ -120,6 +124,6 @@ def attention_paged_triton(
         longest = q_THD.shape[0] if max_query_len is None else max_query_len
         out_THD, _ = attention_rows(
             q_THD, k.pages, by_key(v.pages), cu_seqlens_q_B1, longest, softmax_scale, k.scale_in_use,
-            v.scale_in_use, block_table_BP, context_lens_B, window,
+            v.scale_in_use, block_table_BP, context_lens_B, window, sinks_H=sinks_H,
         )  # fmt: skip
     return quantize_activation(out_THD.flatten(1), power_of_two) if quantize_out else out_THD

@@ -24,6 +24,7 @@ from octetrl.kernels.attention.attention_order import (
     FLOOR,
     KV_CHUNK,
     KV_TILE,
+    LOG2E,
     by_head_or_row,
     head_scales,
     mode_of,
@@ -185,10 +186,11 @@ def attend_reference(
     softmax_scale: float,
     num_kv_heads: int,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence over the table rows [J, K, S] that `rows_of(piece)` names.
 
-    `window`: a query at position p reads the keys p - window + 1 to p.
+    `window`: a query at position p reads the keys p - window + 1 to p. `sinks_H`: a score of each head without a key.
     Returns out [T, H, D] in q's dtype and lse2 [T, H] float32 (base 2). Rows of q outside every sequence are zero.
     """
     T, H, D = q_THD.shape
@@ -211,7 +213,8 @@ def attend_reference(
         for block, num_keys in query_blocks(piece):
             q_NRD = fold_heads(q_rounded[piece.query_JM[:, block]], K)
             position_NR = fold_positions(piece.position_JM[:, block], K, H // K)
-            o_NRD, m_NR, l_NR = _chunks(q_NRD, keys.part(slice(num_keys)), position_NR, kv, window)
+            begin = (FLOOR, 0.0) if sinks_H is None else (_fold_sinks(sinks_H, position_NR, K), 1.0)
+            o_NRD, m_NR, l_NR = _chunks(q_NRD, keys.part(slice(num_keys)), position_NR, kv, window, begin)
             inverse_NR = (1.0 if v_scale_K is None else v_scale_K.repeat(J)[:, None]) / l_NR
             num_queries = q_NRD.shape[1] * K // H
             out_JMHD = unfold_heads(o_NRD * inverse_NR[..., None], J, num_queries).to(q_THD.dtype)
@@ -222,22 +225,27 @@ def attend_reference(
 
 
 def _chunks(
-    q_NRD: Tensor, keys: PieceKeys, position_NR: Tensor, kv: KVRows, window: int | None
+    q_NRD: Tensor,
+    keys: PieceKeys,
+    position_NR: Tensor,
+    kv: KVRows,
+    window: int | None,
+    begin: tuple[Tensor | float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32.
+    """The chunks merged one after another: unnormalised o [N, R, D], m and l [N, R], all float32. `begin`: m and l
+    before the first.
 
     Chunks that lie outside of all rows' windows are skipped; they would change nothing.
     """
     o_NRD = torch.zeros(*q_NRD.shape[:2], keys.v_NSD.shape[-1])
-    m_NR = torch.full(q_NRD.shape[:2], FLOOR)
-    l_NR = torch.zeros(q_NRD.shape[:2])
+    m_NR, l_NR = (torch.zeros(q_NRD.shape[:2]) + first for first in begin)
     q_NRD = q_NRD.double()
     oldest = 0 if window is None else max(0, int(position_NR.min()) - window + 1)
     first = oldest // KV_CHUNK * KV_CHUNK
     for start in range(first, keys.k_NSD.shape[1], KV_CHUNK):
         chunk = keys.part(slice(start, start + KV_CHUNK))
         o_chunk, m_chunk, l_chunk = _tiles(q_NRD, chunk, position_NR - start, kv, window)
-        if start == first:  # merged with nothing; adding 0 makes -0 a 0, as the merge would
+        if start == first and begin[1] == 0:  # merged with nothing; adding 0 makes -0 a 0, as the merge would
             o_NRD, m_NR, l_NR = o_chunk.add_(0.0), m_chunk, l_chunk
             continue
         m_new = torch.maximum(m_NR, m_chunk)
@@ -305,6 +313,13 @@ def unfold_heads(x_NRD: Tensor, J: int, num_queries: int) -> Tensor:
     """[J * K, G * M, D] -> [J, M, H, D], the inverse of `fold_heads`."""
     D = x_NRD.shape[-1]
     return x_NRD.view(J, -1, num_queries, D).transpose(1, 2)
+
+
+def _fold_sinks(sinks_H: Tensor, position_NR: Tensor, num_kv_heads: int) -> Tensor:
+    """The sink of each row, base 2."""
+    sink2_KG = (sinks_H.float() * LOG2E).view(num_kv_heads, -1)
+    sink2_KR = sink2_KG.repeat_interleave(position_NR.shape[1] // sink2_KG.shape[1], 1)
+    return sink2_KR.repeat(len(position_NR) // num_kv_heads, 1)
 
 
 def fold_positions(position_JM: Tensor, num_kv_heads: int, group: int) -> Tensor:

@@ -40,6 +40,7 @@ from octetrl.kernels.attention.attention_order import (
     LOG2E,
     LOWEST,
     MODE_NUMBER,
+    SINK_SCALE,
     TMA_HEAD_SIZES,
     TRITON_DTYPE,
     as_operand,
@@ -52,6 +53,7 @@ from octetrl.kernels.attention.attention_order import (
     rows_of_tiles,
     update_rows,
 )
+from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.token_scales import ScaleTable, align_scales, first_column, scale_table
 from octetrl.kernels.gluon import COMPILER_ERRORS, can_run, give_up
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
@@ -178,7 +180,7 @@ def _attention_rows_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
     K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    STORE_LSE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    STORE_LSE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, sink_ptr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
@@ -224,6 +226,9 @@ def _attention_rows_kernel(
 
         m_R = tl.full([ROWS], LOWEST, tl.float32)
         l_R = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            m_R = tl.zeros([ROWS], tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * SINK_SCALE
+            l_R = tl.full([ROWS], 1.0, tl.float32)
         o_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
         m_chunk_R = tl.full([ROWS], LOWEST, tl.float32)
         l_chunk_RX = tl.zeros([ROWS, CLASSES], tl.float32)
@@ -306,13 +311,14 @@ def attention_rows(
     context_lens_B: Tensor | None = None,
     window: int | None = None,
     gluon: bool = True,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch for packed K and V [T, K, D] or, with a block table, for pages [num_pages, K, page_size, D].
 
     K and V each have no scales, [K] for `calibrated`, or for `dynamic` [T, K] or [num_pages, K, page_size]. K's last
     axis is contiguous. Pages of V have the layout of K's, or the transposed one (`kv_store.by_key`). `gluon`: whether
-    Gluon may run; no bit depends on it. Returns out [T, H, D], zero outside every sequence, and for packed input lse2
-    [T, H].
+    Gluon may run; no bit depends on it. `sinks_H`: each head's sink. Returns out [T, H, D], zero outside every
+    sequence, and for packed input lse2 [T, H].
     """
     num_tokens, num_heads, head_size = q_THD.shape
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
@@ -334,7 +340,8 @@ def attention_rows(
         return out_THD, lse2_TH
     tma, tables = _tables(k, v, turned, paged)
     gluon &= is_code(v.dtype) or not is_code(k.dtype)  # its feeder of both would convert K, with too few registers
-    if gluon and tma and head_size == GLUON_HEAD_SIZE and window is None and q_THD.dtype == torch.bfloat16:
+    gluon &= window is None and sinks_H is None
+    if gluon and tma and head_size == GLUON_HEAD_SIZE and q_THD.dtype == torch.bfloat16:
         operands = (q_THD, k, v.mT if turned else v, cu_seqlens_B1, max_query_len, softmax_scale, k_scale, v_scale)
         if _run_gluon(*operands, block_table_BP, context_lens_B, stride_scale[:0:-1], out_THD, lse2_TH):
             return out_THD, lse2_TH
@@ -351,9 +358,27 @@ def attention_rows(
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
         K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
         TMA=tma, V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, WINDOW=window or 0,
-        num_warps=warps,
+        SINKS=sinks_H is not None, sink_ptr=sinks_H, num_warps=warps,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
+    return out_THD, lse2_TH
+
+
+def attention_packed_forward_triton(
+    q_THD: Tensor,
+    kv: ReplayedKV,
+    cu_seqlens_B1: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The forward of `attention_packed`."""
+    out_THD, lse2_TH = attention_rows(
+        q_THD, kv.k_TKD, kv.v_TKD, cu_seqlens_B1, max_seqlen, softmax_scale, kv.k_scale, kv.v_scale,
+        window=window, sinks_H=sinks_H,
+    )  # fmt: skip
+    assert lse2_TH is not None
     return out_THD, lse2_TH
 
 

@@ -7,6 +7,8 @@
 The forward is `bf16_gemm`'s straight loop over K, so a row's bits follow from the row and its expert's matrix. How rows
 and experts are laid out, and why no launch reads the host, stands in grouped_fp8_gemm.py.
 
+A bias of each expert is added to the float32 sum, which is then rounded once.
+
 `part` multiplies by some rows of each expert's matrix, at their place in w: nothing is copied. Latent attention uses it
 for the two parts of each head in `kv_b`.
 
@@ -83,7 +85,8 @@ def straight_tile(
 def _grouped_bf16_gemm_kernel(
     x_desc, w_desc, first_ptr, y_ptr, num_columns, depth, row_step, row_start,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    bias_ptr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
@@ -95,6 +98,9 @@ def _grouped_bf16_gemm_kernel(
             x_desc, w_desc, start_m, 0, w_row, start_n, depth, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TURNED, STAGES
         )
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
+        if BIAS:
+            bias_N = tl.load(bias_ptr + expert * num_columns + column_N, mask=column_N < num_columns, other=0.0)
+            acc += bias_N.to(tl.float32)[None, :]
         inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
         y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
         tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
@@ -140,6 +146,7 @@ def grouped_bf16_gemm_triton(
     *,
     turned: bool = False,
     part: Part = WHOLE,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The launcher. N and K multiples of 8."""
     (rows, depth), experts = x_PK.shape, first_X1.numel() - 1
@@ -163,7 +170,7 @@ def grouped_bf16_gemm_triton(
         TensorDescriptor(w, list(w.shape), [w.shape[1], 1], w_tile),
         first_X1, y_PN, columns, depth, step, used.start,
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile],
+        BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile], BIAS=bias is not None, bias_ptr=bias,
         num_warps=8 if tile.rows >= 128 else 4, **options,
     )  # fmt: skip
     return y_PN
@@ -192,7 +199,13 @@ def grouped_wgrad_triton(
 
 
 def grouped_bf16_gemm_reference(
-    x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False, part: Part = WHOLE
+    x_PK: Tensor,
+    w: Tensor,
+    first_X1: Tensor,
+    *,
+    turned: bool = False,
+    part: Part = WHOLE,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Expert by expert, sums in float64, rounded to float32 and then to the dtype."""
     bounds = first_X1.tolist()
@@ -201,7 +214,8 @@ def grouped_bf16_gemm_reference(
     y_PN = torch.empty(x_PK.shape[0], columns, dtype=x_PK.dtype, device=x_PK.device)
     for expert, of_expert in enumerate(experts):
         rows = slice(bounds[expert], bounds[expert + 1])
-        y_PN[rows] = bf16_gemm_reference(x_PK[rows], of_expert.t() if turned else of_expert)
+        y_Pn = bf16_gemm_reference(x_PK[rows], of_expert.t() if turned else of_expert, torch.float32)
+        y_PN[rows] = y_Pn if bias is None else y_Pn.add_(bias[expert * columns : (expert + 1) * columns])
     return y_PN
 
 
@@ -212,15 +226,27 @@ def grouped_wgrad_reference(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype
     return torch.cat(parts).to(dtype)
 
 
-def grouped_bf16_gemm(x_PK: Tensor, w: Tensor, first_X1: Tensor, *, turned: bool = False, part: Part = WHOLE) -> Tensor:
+def grouped_bf16_gemm(
+    x_PK: Tensor,
+    w: Tensor,
+    first_X1: Tensor,
+    *,
+    turned: bool = False,
+    part: Part = WHOLE,
+    bias: Tensor | None = None,
+) -> Tensor:
     """y [P, N] in x's dtype. w [X N, K], or `turned` [X K, N]; first_X1: int32, rows of expert e are first[e] to
-    first[e + 1]. `part`: w has more rows of each expert. A GPU takes BF16."""
-    if x_PK.is_cuda:
-        return grouped_bf16_gemm_triton(x_PK, w, first_X1, turned=turned, part=part)
-    return grouped_bf16_gemm_reference(x_PK, w, first_X1, turned=turned, part=part)
+    first[e + 1]. `part`: w has more rows of each expert. `bias`: [X N]. A GPU takes BF16."""
+    multiply = grouped_bf16_gemm_triton if x_PK.is_cuda else grouped_bf16_gemm_reference
+    return multiply(x_PK, w, first_X1, turned=turned, part=part, bias=bias)
 
 
 def grouped_wgrad(dy_PN: Tensor, x_PK: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
     """dw [X N, K] in `dtype`."""
     multiply = grouped_wgrad_triton if x_PK.is_cuda else grouped_wgrad_reference
     return multiply(dy_PN, x_PK, first_X1, dtype)
+
+
+def grouped_bias_gradient(dy_PN: Tensor, first_X1: Tensor, dtype: torch.dtype) -> Tensor:
+    """db [X N]: the sum of each expert's rows, as a product with ones (of 8 columns, which TMA can read)."""
+    return grouped_wgrad(dy_PN, dy_PN.new_ones(len(dy_PN), 8), first_X1, dtype)[:, 0].contiguous()

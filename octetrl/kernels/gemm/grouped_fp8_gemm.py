@@ -14,6 +14,8 @@ rows also needs 160 registers instead of 192: three fit into a multiprocessor.
 Experts of many rows have owners of 128 rows. On Hopper they are one tile of grouped_fp8_gemm_gluon.py, with the same
 bits, and elsewhere two tiles of 64.
 
+A bias of each expert is added to the float32 sum, which is then rounded once.
+
 `turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
 
 P rows, X experts, N columns of y, K depth.
@@ -80,7 +82,7 @@ def _grouped_fp8_gemm_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, owner_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
     row_step, block_step, w_scale_row, w_scale_column,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, bias_ptr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
@@ -107,6 +109,9 @@ def _grouped_fp8_gemm_kernel(
                 acc = tl.fma(tl.dot(x_MK, w_NK.T), scale_M[:, None], acc)
         if SWAP:
             acc = acc.T
+        if BIAS:
+            bias_N = tl.load(bias_ptr + expert * num_columns + column_N, mask=column_N < num_columns, other=0.0)
+            acc += bias_N.to(tl.float32)[None, :]
         inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
         y_ptrs = y_ptr + row_M[:, None].to(tl.int64) * num_columns + column_N[None, :]
         tl.store(y_ptrs, acc.to(tl.bfloat16), mask=inside_MN)
@@ -120,6 +125,7 @@ def grouped_fp8_gemm_triton(
     *,
     turned: bool = False,
     owner_O3: Tensor | None = None,
+    bias: Tensor | None = None,
     gluon: bool = True,
 ) -> Tensor:
     """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: of tiles of
@@ -139,6 +145,7 @@ def grouped_fp8_gemm_triton(
     tiles_of_owner = 0 if owner_O3 is None else 1
     if tile is None and owner_O3 is not None:
         owned = rows_of_tiles(rows, experts)
+        gluon &= bias is None
         if gluon and owned == MANY_ROWS and _run_gluon(x, w, owner_O3, steps, y_PN):
             return y_PN
         tile, tiles_of_owner = OWNED[owned], owned // OWNED[owned].rows
@@ -152,7 +159,8 @@ def grouped_fp8_gemm_triton(
         x.scale, w.scale, first_X1, owner_O3, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
         *steps, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, num_warps=8 if tile.rows >= 128 else 4,
+        SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, BIAS=bias is not None, bias_ptr=bias,
+        num_warps=8 if tile.rows >= 128 else 4,
         **options,
     )  # fmt: skip
     return y_PN
@@ -173,7 +181,13 @@ def _run_gluon(x: Quantized, w: Quantized, owner_O3: Tensor, steps: tuple[int, i
 
 
 def grouped_fp8_gemm_reference(
-    x: Quantized, w: Quantized, first_X1: Tensor, *, turned: bool = False, backend: BackendName = "emulated"
+    x: Quantized,
+    w: Quantized,
+    first_X1: Tensor,
+    *,
+    turned: bool = False,
+    bias: Tensor | None = None,
+    backend: BackendName = "emulated",
 ) -> Tensor:
     """Expert by expert with the emulation, exact if not `turned`. `backend`: of the linears; a GPU's is emulated."""
     multiply = fp8_gemm_dgrad if turned else fp8_gemm_nt
@@ -187,7 +201,10 @@ def grouped_fp8_gemm_reference(
         rows = slice(bounds[expert], bounds[expert + 1])
         if bounds[expert] < bounds[expert + 1]:
             of_rows = Quantized(x.codes[rows], x.scale[rows])
-            y_PN[rows] = multiply(of_rows, Quantized(codes[expert], scales[expert]), emulation)
+            out_dtype = torch.bfloat16 if bias is None else torch.float32
+            y_Pn = multiply(of_rows, Quantized(codes[expert], scales[expert]), emulation, out_dtype)
+            columns = slice(expert * y_Pn.shape[1], (expert + 1) * y_Pn.shape[1])
+            y_PN[rows] = y_Pn if bias is None else y_Pn.add_(bias[columns])
     return y_PN
 
 
@@ -198,11 +215,12 @@ def grouped_fp8_gemm(
     *,
     turned: bool = False,
     owner_O3: Tensor | None = None,
+    bias: Tensor | None = None,
     backend: BackendName = "emulated",
 ) -> Tensor:
     """y [P, N] in BF16. x: codes [P, K], scale [P, K/128]; w: codes [X N, K] and scale [X N/128, K/128], or `turned`
     [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]. `owner_O3`: as
-    `sort_by_expert` gives it; no bit depends on it. `backend`: of a CPU."""
+    `sort_by_expert` gives it; no bit depends on it. `bias`: [X N]. `backend`: of a CPU."""
     if not x.codes.is_cuda:
-        return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned, backend=backend)
-    return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned, owner_O3=owner_O3)
+        return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned, bias=bias, backend=backend)
+    return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned, owner_O3=owner_O3, bias=bias)

@@ -23,7 +23,7 @@ from octetrl.kernels.attention import (
     decode_layout,
     kv_store,
 )
-from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, Tile
+from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, Tile, padded_backward_triton
 from octetrl.kernels.attention.records import Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of
@@ -39,7 +39,13 @@ def distance(got: Tensor, want: Tensor) -> float:
 
 
 def compare(
-    kv_mode: KVMode, quantized: KVTensors, head_size: int, page_size: int, group: int, window: int | None = None
+    kv_mode: KVMode,
+    quantized: KVTensors,
+    head_size: int,
+    page_size: int,
+    group: int,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> dict[str, float]:
     q, k, v = random_qkv(LENGTHS, 2, group, head_size, torch.bfloat16)
     cu_seqlens = cu_seqlens_of(LENGTHS)
@@ -69,12 +75,13 @@ def compare(
             errors["token_scale"] = max(errors.get("token_scale", 0.0), distance(ours.token_scale, theirs.token_scale))
 
     paged = (want.k, want.v, want.block_table)
-    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, window=window)
-    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, window=window)
+    how: dict[str, Any] = {"window": window, "sinks_H": sinks_H}
+    out = attention_paged.attention_paged_reference(q, *paged, cu_seqlens, contexts, SCALE, **how)
+    rows = attention_paged.attention_paged_triton(q, *paged, cu_seqlens, contexts, SCALE, **how)
     errors["prefill"] = distance(rows, out)
     last = (cu_seqlens[1:] - 1).long()
     each = torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
-    decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, 1, window=window)
+    decoded = attention_paged.attention_paged_triton(q[last], *paged, each, contexts, SCALE, 1, **how)
     errors["decode"] = distance(decoded, out[last])
 
     replay = Replay(kv_mode, *head_scales, quantized)
@@ -83,8 +90,8 @@ def compare(
         replayed = kv_store.kv_replay_triton(k[tail], v[tail], replay)
         errors["replay"] = max(distance(replayed.k_TKD, kv.k_TKD[tail]), distance(replayed.v_TKD, kv.v_TKD[tail]))
     shape = (longest, SCALE, window)
-    out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape)
-    out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape)
+    out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, cu_seqlens, *shape, sinks_H)
+    out_triton, lse2_triton = attention_packed.attention_packed_forward_triton(q, kv, cu_seqlens, *shape, sinks_H)
     errors["packed"] = distance(out_triton, out)
     errors["lse2"] = float((lse2_triton - lse2).abs().max())
     if kv_mode not in ("none", "int8") and head_size != 80 and quantized != "k":  # a backward for each kind of scales
@@ -92,14 +99,19 @@ def compare(
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
     saved = (dout, q, kv, out, lse2, cu_seqlens, *shape)
     gradients = attention_packed.attention_packed_backward_reference(*saved)
-    gradients_triton = attention_packed.padded_backward_triton(*saved)
+    gradients_triton = padded_backward_triton(*saved)
     for name, g, w in zip(("dq", "dk", "dv"), gradients_triton, gradients, strict=True):
         errors[name] = distance(g, w)
     return errors
 
 
 def compare_decode(
-    kv_mode: str, quantized: KVTensors, head_size: int, page_size: int, window: int | None = None
+    kv_mode: str,
+    quantized: KVTensors,
+    head_size: int,
+    page_size: int,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> dict[str, float]:
     """Decode of ragged contexts, one of them a padding sequence, and its quantised output."""
     lengths, contexts = [300, 7, 128], torch.tensor([300, 7, 128, 0], dtype=torch.int32)
@@ -107,10 +119,11 @@ def compare_decode(
     cache = PagedCache.filled(lengths, k, v, kv_mode, quantized, page_size)
     table = torch.cat([cache.block_table, torch.full_like(cache.block_table[:1], -1)])
     arguments = (q[[299, 306, 434, 0]], cache.k, cache.v, table, torch.arange(5, dtype=torch.int32), contexts, SCALE)
-    out = attention_paged.attention_paged_triton(*arguments, 1, window=window)
-    want = attention_paged.attention_paged_reference(*arguments, window=window)
+    how: dict[str, Any] = {"window": window, "sinks_H": sinks_H}
+    out = attention_paged.attention_paged_triton(*arguments, 1, **how)
+    want = attention_paged.attention_paged_reference(*arguments, **how)
     tables = (arguments[0], cache.k, cache.v, table, contexts, SCALE)
-    whole = attention_decode.attention_decode_triton(*tables, split=None, window=window)
+    whole = attention_decode.attention_decode_triton(*tables, split=None, **how)
     errors = {"decode": distance(out, want), "padding": float(out[3].abs().max()), "split": distance(out, whole)}
     if head_size == 128:
         for power_of_two in (False, True):
@@ -165,6 +178,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "int8-k": ("int8", "k", 16, 128, 1),
     "head-80": ("calibrated", "both", 80, 32, 1),
     "head-96-window-2": ("none", "both", 96, 128, 1, 2),
+    "sinks": ("none", "both", 64, 128, 2, None, torch.tensor([-3.0, 0.5, 1.0, 9.0])),
+    "sinks-window-100": ("calibrated", "v", 32, 32, 1, 100, torch.tensor([0.5, 2.0]).bfloat16()),
 }
 DECODES: dict[str, tuple[Any, ...]] = {
     "decode-none": ("none", "both", 64, 128),
@@ -180,6 +195,8 @@ DECODES: dict[str, tuple[Any, ...]] = {
     "decode-small-pages": ("calibrated", "both", 64, 32),
     "decode-192": ("dynamic", "both", 192, 128),
     "decode-80-window-100": ("calibrated", "both", 80, 32, 100),
+    "decode-sinks": ("none", "both", 64, 128, None, torch.tensor([-3.0, 0.5, 1.0, 9.0, 0.0, 1.0]).bfloat16()),
+    "decode-sinks-window-100": ("calibrated", "v", 64, 128, 100, torch.tensor([0.5, 2.0, -1.0, 3.0, 5.0, 0.0])),
 }
 PACKS: dict[str, tuple[Any, ...]] = {
     "packs-of-whole-tiles": ([1, 75, 32, 131], 9, "none", "both", 16, (32, 16), (16, 32)),

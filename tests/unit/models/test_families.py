@@ -195,7 +195,6 @@ def test_a_share_of_rotated_values_is_read_where_transformers_reads_it() -> None
 @pytest.mark.parametrize(
     ("config", "change", "told"),
     [
-        (QWEN3, {"architectures": ["GptOssForCausalLM"]}, "unsupported architecture GptOssForCausalLM"),
         (QWEN3, {"architectures": None, "model_type": "gpt2"}, "model_type 'gpt2'"),
         (QWEN3, scaled("dynamic", factor=4.0), "RoPE type 'dynamic'"),
         (QWEN3, scaled("linear"), "'factor' is missing"),

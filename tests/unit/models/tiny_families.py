@@ -106,6 +106,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # a `head_dim` of None is left out
     "deepseek_v3, latents of queries": DEEPSEEK | {"q_lora_rank": 40, "routed_scaling_factor": 2.5},
     "deepseek_v3, YaRN": DEEPSEEK | {"q_lora_rank": 40, "rope_parameters": DEEPSEEK_YARN},
     "deepseek_v3, halves, wide values": DEEPSEEK | {"rope_interleave": False, "v_head_dim": 40, "kv_lora_rank": 48},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_hidden_layers": 3, "intermediate_size": 48, "num_local_experts": 6,
+        "num_experts_per_tok": 2, "sliding_window": 16, "pad_token_id": None,
+        "rope_parameters": YARN | {"factor": 32.0, "truncate": False, "rope_theta": 150_000.0},
+    },
     "glm4_moe_lite": LATENT
     | {
         "model_type": "glm4_moe_lite", "rms_norm_eps": 1e-3, "q_lora_rank": 40, "v_head_dim": 32,
@@ -128,8 +133,10 @@ def hf_model(name: str, **changes: Any) -> PreTrainedModel:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.1)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 tensor.normal_(std=0.3)
+            elif name.endswith("_proj_bias"):
+                tensor.normal_(std=4.0)  # some values are clamped
             elif isinstance(tensor, torch.nn.Parameter) and (tensor.dim() == 1 or "shared_expert_gate" in name):
                 tensor.add_(0.3 * torch.randn(tensor.shape))
     return model.eval()

@@ -24,11 +24,13 @@ class AttentionLayout(BlockLayout):
     """Sizes, biases and QK-norm come from the spec.
 
     `window`: a token reads so many keys, its own included; None: all before it. Older pages of the KV cache are kept.
-    `rotated`: how many values of a head RoPE rotates, the first ones; None: all.
+    `rotated`: how many values of a head RoPE rotates, the first ones; None: all. `sinks`: each head has a score without
+    a key (kernels/attention/attention_order.py).
     """
 
     window: int | None = None
     rotated: int | None = None
+    sinks: bool = False
 
     sites = (
         "qkv_proj",
@@ -52,6 +54,7 @@ class AttentionLayout(BlockLayout):
         return (
             LinearLayout("qkv_proj", spec.hidden_size, qkv, spec.qkv_bias),
             *(qk_norms if spec.qk_norm else ()),
+            *((VectorLayout("sinks", spec.num_heads, starts_at=0.0),) if self.sinks else ()),
             LinearLayout(
                 "o_proj", cut * spec.q_size, (Part("o_proj", spec.hidden_size // cut),), spec.o_bias, joins=True
             ),

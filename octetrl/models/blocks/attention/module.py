@@ -10,7 +10,7 @@ T tokens, E hidden size, H query heads, K kv heads, D head size, Q = H * D.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octetrl.kernels.attention.attention_packed import attention_packed
 from octetrl.kernels.attention.attention_paged import attention_paged
@@ -32,7 +32,7 @@ class Attention(Block):
     `quantized`: which of K and V an FP8 cache holds in codes; the other one is BF16.
     """
 
-    def __init__(self, builder: BlockBuilder, window: int | None = None) -> None:
+    def __init__(self, builder: BlockBuilder, window: int | None = None, sinks: bool = False) -> None:
         super().__init__(builder)
         spec = builder.spec
         k_in_codes, v_in_codes = self.in_codes
@@ -42,6 +42,7 @@ class Attention(Block):
         self.window = window
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.sinks = nn.Parameter(torch.zeros_like(builder.norm(spec.num_heads).weight)) if sinks else None
         self.add_projections(builder)
 
     def add_projections(self, builder: BlockBuilder) -> None:
@@ -91,7 +92,7 @@ class Attention(Block):
             observe_amax(context.kv_amax_LS[self.layer, : 2 * self.num_kv_heads].view(2, -1), k_TKD, v_TKD)
         replay = replay_of(*self.treatments(context))
         bounds = context.cu_seqlens_B1, context.max_seqlen
-        return attention_packed(q_THD, k_TKD, v_TKD, *bounds, self.softmax_scale, replay, self.window)
+        return attention_packed(q_THD, k_TKD, v_TKD, *bounds, self.softmax_scale, replay, self.window, self.sinks)
 
     def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """K and V as the operands of this forward's attention: float32 [T, K, D], codes times scales."""
@@ -114,6 +115,7 @@ class Attention(Block):
             max_query_len=context.max_query_len,
             window=self.window,
             draft_offset_B=context.draft_offset_B,
+            sinks_H=self.sinks,
         )
         assert isinstance(out_THD, Tensor)
         return out_THD

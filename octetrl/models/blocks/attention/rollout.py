@@ -48,6 +48,7 @@ def rollout(attention: Attention, x: Operand, inputs: RolloutInputs) -> Tensor:
         power_of_two=power_of_two,
         window=attention.window,
         draft_offset_B=context.draft_offset_B,
+        sinks_H=attention.sinks,
     )
     out_TE = project(attention.o_proj, out if isinstance(out, Quantized) else out.flatten(1))
     if attention.probe is not None:

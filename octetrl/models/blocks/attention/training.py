@@ -18,11 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octetrl.kernels.attention.attention_packed import attention_packed_backward, attention_packed_forward_triton
+from octetrl.kernels.attention.attention_packed import attention_packed_backward
+from octetrl.kernels.attention.attention_rows import attention_packed_forward_triton
 from octetrl.kernels.attention.kv_store import ReplayedKV
 from octetrl.kernels.attention.qkv_rotate import qkv_rotate
 from octetrl.kernels.attention.qkv_rotate_backward import qkv_rotate_backward
 from octetrl.kernels.attention.records import Replay
+from octetrl.kernels.attention.sink_gradient import sink_gradient
 from octetrl.kernels.profiler_parts import part
 from octetrl.models.blocks.attention.as_cached import values_of
 from octetrl.models.blocks.attention.module import Attention
@@ -61,6 +63,7 @@ def begin(
                 inputs.context.max_seqlen,
                 attention.softmax_scale,
                 attention.window,
+                attention.sinks,
             )
         costly = Attended(out_THD.flatten(1), lse2_TH)
         if attention.probe is not None:
@@ -94,6 +97,10 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
     del dout, out
     if o_proj.bias is not None and o_proj.bias.requires_grad:
         gradients["o_proj.bias"] = dout_TE.sum(0, dtype=torch.float32).to(o_proj.bias.dtype)
+    if attention.sinks is not None and attention.sinks.requires_grad:
+        heads_THD = (len(dout_TQ), attention.num_heads, attention.head_size)
+        sums = dout_TQ.view(heads_THD), out_TQ.view(heads_THD), lse2_TH
+        gradients["sinks"] = sink_gradient(*sums, attention.sinks)
     rotated, saved.made_with_costly = saved.made_with_costly, None
     q_THD, kv = rotated or _rotated(attention, saved.qkv_TX, saved.inputs, observe=False)
     with part("attention_backward"):

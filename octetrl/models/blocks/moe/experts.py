@@ -3,8 +3,8 @@ memory traffic between them.
 
     x8 = quantise(x)                      once for each token, not for each of its experts' rows
     h  = x8[token] W_gate_up^T            the rows are gathered as codes
-    y  = SiLU(gate) * up, quantised       in one kernel: y never exists in BF16
-    o  = y W_down^T
+    y  = SiLU(gate) * up, quantised       in one kernel: y never exists in BF16; or another `Activation`
+    o  = y W_down^T                       the products add the experts' biases, if they have any
 
 Quantising works on blocks of one row, so a gathered row of codes has the bits of quantising the gathered row. Values
 and gradients are those of the separate ops (rows.py, layers/stacked.py).
@@ -18,6 +18,7 @@ Legend: T tokens, P = T S rows sorted by expert, E hidden size, F an expert's in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from octetrl.fp8.backends import FUSED
 from octetrl.fp8.quantize import Quantized
-from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_wgrad
+from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_bias_gradient, grouped_wgrad
 from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
 from octetrl.kernels.profiler_parts import part
+from octetrl.kernels.rows.clamped_glu import clamped_glu, clamped_glu_backward, clamped_glu_quantize
 from octetrl.kernels.rows.combine_experts import combine_experts
 from octetrl.kernels.rows.gather_codes import gather_codes
 from octetrl.kernels.rows.silu_mul import silu_mul, silu_mul_backward
@@ -35,6 +37,18 @@ from octetrl.kernels.rows.silu_mul_quantize import silu_mul_quantize
 from octetrl.layers.linear import ACTIVATION_QUANTIZERS, Projection
 from octetrl.layers.stacked import Float8StackedLinear, RowGroups
 from octetrl.models.blocks.products import Operand
+
+
+class Activation(NamedTuple):
+    """Between the two products: [P, 2F] -> [P, F]."""
+
+    forward: Callable[[Tensor], Tensor]  # differentiable
+    quantize: Callable[[Tensor, bool], Quantized]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+SILU = Activation(silu_mul, silu_mul_quantize, silu_mul_backward)
+CLAMPED = Activation(clamped_glu, clamped_glu_quantize, clamped_glu_backward)
 
 
 class ExpertValues(NamedTuple):
@@ -48,11 +62,17 @@ def can_fuse_experts(gate_up: Projection, down: Projection) -> bool:
 
 
 def run_experts(
-    x_TE: Tensor, groups: RowGroups, gate_up: Projection, down: Projection, codes: Quantized | None = None
+    x_TE: Tensor,
+    groups: RowGroups,
+    gate_up: Projection,
+    down: Projection,
+    codes: Quantized | None = None,
+    activation: Activation = SILU,
 ) -> ExpertValues:
-    """The outputs of all rows, differentiable by x and the weights. `codes`: the rows quantised for `gate_up`, if
+    """The outputs of all rows, differentiable by x, weights and biases. `codes`: the rows quantised for `gate_up`, if
     known."""
-    return ExpertValues(*_Experts.apply(x_TE, gate_up.weight, down.weight, groups, gate_up, down, codes))
+    parameters = gate_up.weight, down.weight, gate_up.bias, down.bias
+    return ExpertValues(*_Experts.apply(x_TE, *parameters, groups, gate_up, down, codes, activation))
 
 
 class _Experts(torch.autograd.Function):
@@ -62,10 +82,13 @@ class _Experts(torch.autograd.Function):
         x_TE: Tensor,
         gate_up_weight: Tensor | None,
         down_weight: Tensor | None,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
         groups: RowGroups,
         gate_up: Projection,
         down: Projection,
         codes: Quantized | None,
+        activation: Activation,
     ) -> tuple[Tensor, Tensor]:
         with part("quantize"):
             x = _gathered(_operand(gate_up, x_TE), groups.token_P) if codes is None else codes
@@ -73,13 +96,13 @@ class _Experts(torch.autograd.Function):
             gate_up_P2F = _product(gate_up, x, groups)
         del x
         with part("rows"):
-            y = _gated(down, gate_up_P2F)
+            y = _gated(down, gate_up_P2F, activation)
         with part("gemm_forward"):
             down_PE = _product(down, y, groups)
         # The weights are saved only so that autograd notices if they change between forward and backward.
         ctx.save_for_backward(x_TE, gate_up_P2F, gate_up_weight, down_weight)
         ctx.mark_non_differentiable(gate_up_P2F)
-        ctx.groups, ctx.linears = groups, (gate_up, down)
+        ctx.groups, ctx.linears, ctx.activation = groups, (gate_up, down), activation
         return down_PE, gate_up_P2F
 
     @staticmethod
@@ -87,16 +110,19 @@ class _Experts(torch.autograd.Function):
         x_TE, gate_up_P2F, gate_up_weight, down_weight = ctx.saved_tensors
         groups: RowGroups = ctx.groups
         gate_up, down = ctx.linears
-        need_x, need_gate_up, need_down = ctx.needs_input_grad[:3]
+        need_x, need_gate_up, need_down, *need_biases = ctx.needs_input_grad[:5]
         ddown_PE, first_X1 = grads[0].contiguous(), groups.first_X1
-        dx_TE = dgate_up_weight = ddown_weight = None
+        dx_TE = dgate_up_weight = ddown_weight = dgate_up_bias = ddown_bias = None
         if need_down:
             with part("gemm_wgrad"):
-                ddown_weight = grouped_wgrad(ddown_PE, silu_mul(gate_up_P2F), first_X1, down_weight.dtype)
+                ddown_weight = grouped_wgrad(ddown_PE, ctx.activation.forward(gate_up_P2F), first_X1, down_weight.dtype)
         dy_PF = _dgrad(down, ddown_PE, groups)
         with part("rows"):
-            dgate_up_P2F = silu_mul_backward(gate_up_P2F, dy_PF)
+            dgate_up_P2F = ctx.activation.backward(gate_up_P2F, dy_PF)
         del dy_PF
+        if any(need_biases):
+            ddown_bias = grouped_bias_gradient(ddown_PE, first_X1, down.bias.dtype)
+            dgate_up_bias = grouped_bias_gradient(dgate_up_P2F, first_X1, gate_up.bias.dtype)
         if need_gate_up:
             with part("gemm_wgrad"):
                 x_PE = x_TE.index_select(0, groups.token_P)
@@ -106,7 +132,7 @@ class _Experts(torch.autograd.Function):
             with part("rows"):
                 once_TS = torch.ones(groups.row_TS.shape, device=x_TE.device)
                 dx_TE = combine_experts(dx_PE, once_TS, groups.row_TS.contiguous(), None)
-        return dx_TE, dgate_up_weight, ddown_weight, None, None, None, None
+        return dx_TE, dgate_up_weight, ddown_weight, dgate_up_bias, ddown_bias, None, None, None, None, None
 
 
 def _operand(linear: Projection, x: Tensor) -> Operand:
@@ -121,10 +147,10 @@ def _gathered(x: Operand, token_P: Tensor) -> Operand:
     return gather_codes(x, token_P)
 
 
-def _gated(down: Projection, gate_up_P2F: Tensor) -> Operand:
+def _gated(down: Projection, gate_up_P2F: Tensor, activation: Activation) -> Operand:
     if isinstance(down, Float8StackedLinear) and down.backend in FUSED:
-        return silu_mul_quantize(gate_up_P2F, down.power_of_two)
-    return _operand(down, silu_mul(gate_up_P2F))
+        return activation.quantize(gate_up_P2F, down.power_of_two)
+    return _operand(down, activation.forward(gate_up_P2F))
 
 
 def _product(linear: Projection, x: Operand, groups: RowGroups) -> Tensor:
@@ -132,9 +158,10 @@ def _product(linear: Projection, x: Operand, groups: RowGroups) -> Tensor:
         linear.check_codes()
         assert isinstance(x, Quantized)
         operand, own = linear.forward_operand(), groups.owner_O3
-        return grouped_fp8_gemm(x, operand, groups.first_X1, owner_O3=own, backend=linear.backend)
+        how: dict[str, Any] = {"owner_O3": own, "bias": linear.bias, "backend": linear.backend}
+        return grouped_fp8_gemm(x, operand, groups.first_X1, **how)
     assert isinstance(x, Tensor) and linear.weight is not None
-    return grouped_bf16_gemm(x, linear.weight.detach(), groups.first_X1)
+    return grouped_bf16_gemm(x, linear.weight.detach(), groups.first_X1, bias=linear.bias)
 
 
 def _dgrad(linear: Projection, dy_PN: Tensor, groups: RowGroups) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from octetrl.shapes.blocks import (
@@ -59,6 +59,8 @@ class MixtureLayout(BlockLayout):
         "sum of experts",
     )
 
+    has_biases: ClassVar[bool] = False  # of router and experts
+    clamped: ClassVar[bool] = False  # the activation is kernels/rows/clamped_glu.py instead of SiLU
     shared_name: ClassVar[str] = "shared_experts"  # in a checkpoint
     shared_gate: ClassVar[bool] = False  # the shared expert's output is multiplied by a sigmoid
     gate_up_names: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")  # of an expert's matrices in a checkpoint
@@ -118,6 +120,25 @@ class MixtralLayout(MixtureLayout):
     hf_name = "block_sparse_moe"
     gate_up_names = ("w1", "w3")
     down_name = "w2"
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssMixtureLayout(MixtureLayout):
+    """gpt-oss's, with one tensor for the matrices of all experts. Published weights are MXFP4."""
+
+    has_biases = True
+    clamped = True
+
+    def tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
+        _, gate_up, down = MixtureLayout.tensors(self, spec)
+        assert isinstance(gate_up, StackedLinearLayout) and isinstance(down, StackedLinearLayout)
+        count = self.routing.num_experts
+        return (
+            MatrixLayout("gate.weight", count, spec.hidden_size, hf_name="router.weight"),
+            VectorLayout("gate.bias", count, hf_name="router.bias"),
+            replace(gate_up, bias=True, files="turned"),
+            replace(down, bias=True, files="turned"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@
     out    = round(sum over the token's experts, ascending, of weight_e y_e, + shared(x))        float32, one rounding
     shared(x) may have a gate of one number a token, as Qwen2-MoE has it: round(sigmoid(x . w) * shared(x))
 
+gpt-oss has biases of router and experts, and another activation (kernels/rows/clamped_glu.py).
+
 Both sides and all batches use one code path. Trainer and engine therefore choose the same experts, and no choice is
 replayed (docs/fp8.md §11). The experts are stacked linears (layers/stacked.py). The shared expert is an ordinary MLP.
 
@@ -34,14 +36,13 @@ from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
 from octetrl.kernels.rows.combine_experts import combine_experts
 from octetrl.kernels.rows.combine_experts_backward import combine_experts_backward
 from octetrl.kernels.rows.route_tokens import Routed
-from octetrl.kernels.rows.silu_mul import silu_mul
 from octetrl.layers.context import Context, PackedContext, RouterRecord
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
 from octetrl.layers.stacked import RowGroups, group_codes, group_rows
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
-from octetrl.models.blocks.moe.experts import can_fuse_experts, run_experts
+from octetrl.models.blocks.moe.experts import CLAMPED, SILU, can_fuse_experts, run_experts
 from octetrl.models.blocks.moe.layout import MixtureLayout
 from octetrl.models.blocks.moe.routing import Router
 from octetrl.models.blocks.products import wants_codes
@@ -153,7 +154,9 @@ class MixtureOfExperts(Block):
     ) -> None:
         super().__init__(builder)
         self.num_experts = layout.routing.num_experts
-        self.gate = Router(layout.routing, builder.spec.hidden_size, dtype=builder.dtype, device=builder.device)
+        self.activation = CLAMPED if layout.clamped else SILU
+        size, common = builder.spec.hidden_size, {"dtype": builder.dtype, "device": builder.device}
+        self.gate = Router(layout.routing, size, layout.has_biases, **common)
         self.experts = Experts(builder)
         self.shared_experts: MLP | None = None
         if layout.shared_size:
@@ -208,10 +211,10 @@ class MixtureOfExperts(Block):
             weight_TS = record.observe(self.layer, logits_TX, routes.score_TX, groups.load_X, routes.weight_TS)
             routes = routes._replace(weight_TS=weight_TS)
         if fused:
-            down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down, codes)
+            down_PE, gate_up_P2F = run_experts(x_TE, groups, gate_up, down, codes, self.activation)
         else:
             gate_up_P2F = gate_up(gather(x_TE, groups), groups)
-            down_PE = down(silu_mul(gate_up_P2F), groups)
+            down_PE = down(self.activation.forward(gate_up_P2F), groups)
         return Summands(logits_TX, routes, groups, gate_up_P2F, down_PE, shared_TE)
 
     def sum_of(self, mixed: Summands) -> Tensor:
@@ -226,7 +229,7 @@ class MixtureOfExperts(Block):
         self.probe(self.layer, "router logits", mixed.logits_TX)
         self.probe(self.layer, "chosen experts", mixed.routes.expert_TS)
         self.probe(self.layer, "routing weights", mixed.routes.weight_TS)
-        of_experts = mixed.gate_up_P2F, silu_mul(mixed.gate_up_P2F.detach()), mixed.down_PE
+        of_experts = mixed.gate_up_P2F, self.activation.forward(mixed.gate_up_P2F.detach()), mixed.down_PE
         for op, value_PN in zip(("gate_up_proj", "SiLU", "down_proj"), of_experts, strict=True):
             self.probe(self.layer, f"experts' {op}", value_PN[mixed.groups.row_TS])
         self.probe(self.layer, "sum of experts", sum_TE)
