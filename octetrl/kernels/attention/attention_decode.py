@@ -118,7 +118,7 @@ def _attend(
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr,
-    SINKS: tl.constexpr, sink_ptr,
+    sink_ptr,
 ):  # fmt: skip
     """Attention of `rows` rows from `sequence` on over the keys from `first` to `end`, in whole chunks.
 
@@ -148,7 +148,7 @@ def _attend(
 
     m_C = tl.full([KEPT], LOWEST, tl.float32)
     l_C = tl.zeros([KEPT], tl.float32)
-    if SINKS and not SPLIT:
+    if sink_ptr is not None and not SPLIT:
         m_C = tl.load(sink_ptr + kv_head * GROUP + tl.arange(0, KEPT) % GROUP).to(tl.float32) * SINK_SCALE
         l_C = tl.full([KEPT], 1.0, tl.float32)
     o_DC = tl.zeros([BLOCK_D, KEPT], tl.float32)
@@ -231,7 +231,7 @@ def _attention_decode_kernel(
     COLUMNS: tl.constexpr, KEPT: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr,
     V_MODE: tl.constexpr, K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
     QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr, SEQUENCES: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, SINKS: tl.constexpr, sink_ptr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, sink_ptr,
 ):  # fmt: skip
     """`SEQUENCES` 0: one sequence and kv head, to the output. Else at least B: a share of all chunks, to m, l and o.
 
@@ -249,7 +249,7 @@ def _attention_decode_kernel(
             stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page, stride_v_head,
             stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token, stride_table,
             base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE, V_MODE, K_OPERAND,
-            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS, PITCH, SINKS, sink_ptr,
+            V_OPERAND, TMA, V_TURNED, False, STAGES, WINDOW, ROWS, PITCH, sink_ptr,
         )  # fmt: skip
         column_C = tl.arange(0, KEPT)
         store_out(
@@ -288,7 +288,7 @@ def _attention_decode_kernel(
                 stride_q_token, stride_q_head, stride_k_page, stride_k_head, stride_k_token, stride_v_page,
                 stride_v_head, stride_v_token, stride_v_d, stride_scale_page, stride_scale_head, stride_scale_token,
                 stride_table, base_scale, HEADS, GROUP, HEAD_SIZE, BLOCK_D, PAGE_SIZE, COLUMNS, KEPT, N, CHUNK, K_MODE,
-                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW, ROWS, PITCH, SINKS, sink_ptr,
+                V_MODE, K_OPERAND, V_OPERAND, TMA, V_TURNED, True, STAGES, WINDOW, ROWS, PITCH, sink_ptr,
             )  # fmt: skip
             item += (end - first + CHUNK - 1) // CHUNK
 
@@ -347,8 +347,7 @@ def attention_decode_triton(
     shape = {
         "HEADS": num_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_D": block_of_head(head_size),
         "CHUNK": KV_CHUNK, "V_MODE": MODE_NUMBER[v_mode], "POWER_OF_TWO": power_of_two, "WINDOW": window or 0,
-        "SINKS": sinks_H is not None, "sink_ptr": sinks_H, "num_warps": 4,
-        **({"enable_fp_fusion": False} if q_BHD.is_cuda else {}),
+        "sink_ptr": sinks_H, "num_warps": 4, **({"enable_fp_fusion": False} if q_BHD.is_cuda else {}),
     }  # fmt: skip
     if num_sequences > 0:
         _attention_decode_kernel[(num_kv_heads, programs)](

@@ -180,7 +180,7 @@ def _attention_rows_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, K_MODE: tl.constexpr, V_MODE: tl.constexpr,
     K_OPERAND: tl.constexpr, V_OPERAND: tl.constexpr, TMA: tl.constexpr, V_TURNED: tl.constexpr,
-    STORE_LSE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, sink_ptr,
+    STORE_LSE: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, sink_ptr,
 ):  # fmt: skip
     KV_HEADS: tl.constexpr = HEADS // GROUP
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows start first
@@ -226,7 +226,7 @@ def _attention_rows_kernel(
 
         m_R = tl.full([ROWS], LOWEST, tl.float32)
         l_R = tl.zeros([ROWS], tl.float32)
-        if SINKS:
+        if sink_ptr is not None:
             m_R = tl.zeros([ROWS], tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * SINK_SCALE
             l_R = tl.full([ROWS], 1.0, tl.float32)
         o_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -358,7 +358,7 @@ def attention_rows(
         K_MODE=MODE_NUMBER[k_mode], V_MODE=MODE_NUMBER[v_mode],
         K_OPERAND=TRITON_DTYPE[operand_dtype(k.dtype, k_mode)], V_OPERAND=TRITON_DTYPE[operand_dtype(v.dtype, v_mode)],
         TMA=tma, V_TURNED=turned, STORE_LSE=not paged, STAGES=stages, WINDOW=window or 0,
-        SINKS=sinks_H is not None, sink_ptr=sinks_H, num_warps=warps,
+        sink_ptr=sinks_H, num_warps=warps,
         **({"enable_fp_fusion": False} if q_THD.is_cuda else {}),
     )  # fmt: skip
     return out_THD, lse2_TH

@@ -98,7 +98,7 @@ def _attention_merge_kernel(
     m_ptr, l_ptr, o_ptr, out_ptr, out_scale_ptr, contexts_ptr, v_scale_ptr, max_chunks,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     AHEAD: tl.constexpr, V_MODE: tl.constexpr, QUANTIZE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    WINDOW: tl.constexpr, EARLY: tl.constexpr, SINKS: tl.constexpr, sink_ptr,
+    WINDOW: tl.constexpr, EARLY: tl.constexpr, sink_ptr,
 ):  # fmt: skip
     """Output of one sequence and head from its chunks; `AHEAD` chunks are loaded at a time."""
     let_next_start(EARLY)
@@ -110,7 +110,7 @@ def _attention_merge_kernel(
     row = sequence * max_chunks * HEADS + head
     m_C = tl.full([1], LOWEST, tl.float32)
     l_C = tl.zeros([1], tl.float32)
-    if SINKS:
+    if sink_ptr is not None:
         m_C = tl.zeros([1], tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * SINK_SCALE
         l_C = tl.full([1], 1.0, tl.float32)
     o_DC = tl.zeros([BLOCK_D, 1], tl.float32)

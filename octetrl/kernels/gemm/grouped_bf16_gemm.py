@@ -85,8 +85,7 @@ def straight_tile(
 def _grouped_bf16_gemm_kernel(
     x_desc, w_desc, first_ptr, y_ptr, num_columns, depth, row_step, row_start,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
-    bias_ptr,
+    BLOCK_K: tl.constexpr, SWAP: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr, bias_ptr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
@@ -98,7 +97,7 @@ def _grouped_bf16_gemm_kernel(
             x_desc, w_desc, start_m, 0, w_row, start_n, depth, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, TURNED, STAGES
         )
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
-        if BIAS:
+        if bias_ptr is not None:
             bias_N = tl.load(bias_ptr + expert * num_columns + column_N, mask=column_N < num_columns, other=0.0)
             acc += bias_N.to(tl.float32)[None, :]
         inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
@@ -170,7 +169,7 @@ def grouped_bf16_gemm_triton(
         TensorDescriptor(w, list(w.shape), [w.shape[1], 1], w_tile),
         first_X1, y_PN, columns, depth, step, used.start,
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile], BIAS=bias is not None, bias_ptr=bias,
+        BLOCK_K=DEPTH, SWAP=tile.swap, TURNED=turned, STAGES=STAGES[tile], bias_ptr=bias,
         num_warps=8 if tile.rows >= 128 else 4, **options,
     )  # fmt: skip
     return y_PN

@@ -82,7 +82,7 @@ def _grouped_fp8_gemm_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, first_ptr, owner_ptr, y_ptr, num_columns, num_blocks, x_scale_stride,
     row_step, block_step, w_scale_row, w_scale_column,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, bias_ptr,
+    SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, bias_ptr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
@@ -109,7 +109,7 @@ def _grouped_fp8_gemm_kernel(
                 acc = tl.fma(tl.dot(x_MK, w_NK.T), scale_M[:, None], acc)
         if SWAP:
             acc = acc.T
-        if BIAS:
+        if bias_ptr is not None:
             bias_N = tl.load(bias_ptr + expert * num_columns + column_N, mask=column_N < num_columns, other=0.0)
             acc += bias_N.to(tl.float32)[None, :]
         inside_MN = (row_M < end_m)[:, None] & (column_N < num_columns)[None, :]
@@ -159,7 +159,7 @@ def grouped_fp8_gemm_triton(
         x.scale, w.scale, first_X1, owner_O3, y_PN, columns, blocks, x.scale.stride(1) if blocks > 1 else rows,
         *steps, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
-        SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, BIAS=bias is not None, bias_ptr=bias,
+        SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, bias_ptr=bias,
         num_warps=8 if tile.rows >= 128 else 4,
         **options,
     )  # fmt: skip

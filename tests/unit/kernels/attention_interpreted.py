@@ -96,13 +96,15 @@ def compare(
     errors["lse2"] = float((lse2_triton - lse2).abs().max())
     if kv_mode not in ("none", "int8") and head_size != 80 and quantized != "k":  # a backward for each kind of scales
         return errors
+    return errors | backward_errors(q, kv, out, lse2, cu_seqlens, *shape)
+
+
+def backward_errors(q: Tensor, kv: kv_store.ReplayedKV, out: Tensor, *saved: Any) -> dict[str, float]:
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-    saved = (dout, q, kv, out, lse2, cu_seqlens, *shape)
-    gradients = attention_packed.attention_packed_backward_reference(*saved)
-    gradients_triton = padded_backward_triton(*saved)
-    for name, g, w in zip(("dq", "dk", "dv"), gradients_triton, gradients, strict=True):
-        errors[name] = distance(g, w)
-    return errors
+    gradients = attention_packed.attention_packed_backward_reference(dout, q, kv, out, *saved)
+    gradients_triton = padded_backward_triton(dout, q, kv, out, *saved)
+    names = ("dq", "dk", "dv")
+    return {name: distance(g, w) for name, g, w in zip(names, gradients_triton, gradients, strict=True)}
 
 
 def compare_decode(
