@@ -48,6 +48,7 @@ from octetrl.environments.python_object import search_beside
 from octetrl.fp8.parity import refused_gate, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.fp8.slow_paths import slow_paths
+from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
 from octetrl.models.families import load_spec, spec_from_config
 from octetrl.models.published_codes import describe_published_codes
 from octetrl.run.environment import chat_options, try_objective
@@ -61,7 +62,7 @@ from octetrl.shapes.model_cuts import largest_cut
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
-from octetrl.system.text import counted, escaped
+from octetrl.system.text import binary_size, counted, escaped
 from octetrl.telemetry.rollouts import Span
 from octetrl.telemetry.sinks import said_in
 from octetrl.workers.model_shape import model_spec, preset_of_missing
@@ -301,6 +302,14 @@ def _model(recipe: Recipe, spec: ModelSpec, preset: str | None) -> Iterator[tupl
     else:
         cached = ", ".join(f"{tensor.name} of {tensor.num_values}" for tensor in spec.cached(0))
         yield "heads", f"{spec.num_heads} of {spec.head_size} with latent attention; all share {cached}"
+    deltas = [block for _, block in spec.named_blocks() if isinstance(block, GatedDeltaLayout)]
+    if deltas:
+        shape, state = deltas[0].shape, spec.state_bytes(recipe.model.value_bytes)
+        heads = (
+            f"{shape.key_heads} key heads of {shape.key_size}, {shape.value_heads} value heads of {shape.value_size}"
+        )
+        yield "linear attention", f"in {len(deltas)} of {spec.num_layers} layers, {heads}"
+        yield "", f"a sequence's state takes {binary_size(state)}; the prefix cache is off"
     windows = [getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)]
     if narrow := [window for window in windows if window is not None]:
         sizes = " or ".join(f"{size:,}" for size in sorted(set(narrow)))

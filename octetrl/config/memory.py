@@ -52,7 +52,8 @@ training has in FP8 exist only as codes. Layers keep both norms' results in BF16
 gradient. PPO's critic is trained in full.
 
 During generation the KV cache stores what the layers' blocks cache. Attention needs L K (bytes of K + bytes of V) per
-token, and with dynamic scales 8 L times the KV heads more. On a GPU with `release_for_training`, training and the KV
+token, and with dynamic scales 8 L times the KV heads more. Linear attention has a state for each sequence instead, in
+slots that are allocated first (`state_slots`). On a GPU with `release_for_training`, training and the KV
 cache use the same memory in turn. The total is then the part that is always allocated plus the larger of the two.
 
 The estimate excludes the cuBLAS workspace, fragmentation and the CUDA graphs of decoding. Keep a tenth of the device
@@ -84,6 +85,7 @@ CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_states.py)
 CACHE = "KV cache"  # name of its part
+STATES = "sequence states"
 RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
 
 
@@ -199,6 +201,9 @@ def estimate_memory(
     if trains_scalar or not generates(recipe):
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
+    if state := spec.state_bytes(weight_bytes):
+        slots = state_slots(recipe.engine.max_batch)
+        parts.append(MemoryPart(STATES, slots * state, f"{slots} of {binary_size(state)}", "generating"))
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     takes_turns = on_gpu and recipe.engine.release_for_training
     return with_kv_cache(recipe, parts, per_token, device_bytes, on_gpu=on_gpu, takes_turns=takes_turns)
@@ -207,6 +212,12 @@ def estimate_memory(
 def _teacher(algorithm: AlgorithmConfig) -> str:
     assert isinstance(algorithm, DistillConfig), f"{algorithm.name} has no teacher"
     return f"{algorithm.teacher}, {algorithm.teacher_precision}"
+
+
+def state_slots(max_batch: int) -> int:
+    """Slots for the states of linear attention: one for each place in the batch, and one for four places for prompts
+    that siblings share, since few groups are smaller."""
+    return max_batch + -(-max_batch // 4)
 
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:

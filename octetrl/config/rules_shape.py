@@ -37,6 +37,8 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
         yield _problem("cluster.tensor_parallel", f"{size}, but {why}; use {allowed}")
     if recipe.engine.backend == "vllm":
         yield from vllm_problems(recipe, spec)
+    elif spec.state_bytes(recipe.model.value_bytes):
+        yield from _states(recipe)
     if recipe.fp8.rollout or recipe.fp8.train:
         yield from _fp8(recipe, spec)
 
@@ -44,6 +46,15 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
 def _problem(fields: str, text: str) -> Problem:
     names = fields.split()
     return Problem(tuple(names), f"{names[0]}: {text}")
+
+
+def _states(recipe: Recipe) -> Iterator[Problem]:
+    """What engine/sequence_states.py does not do."""
+    engine, why = recipe.engine, "not available for linear attention, whose state is that of the last token alone"
+    if engine.speculation.name != "none":
+        yield _problem("engine.speculation.name", f"'{engine.speculation.name}' is {why}; use none")
+    if engine.prefix_cache == "keep":
+        yield _problem("engine.prefix_cache", f"'keep' is {why}; use off")
 
 
 def _lengths(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
@@ -91,7 +102,11 @@ def expert_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
             " adapter's file does not hold; remove one of the two"
         )
         yield _problem("trainer.router.bias_rate model.lora", text)
-    if lora is not None and lora.experts and not spec.has_experts:
+    stacked = (linear for _, linear in spec.linears() if isinstance(linear, StackedLinearLayout))
+    if lora is not None and lora.experts and any(linear.files == "stacked" for linear in stacked):
+        text = f"an adapter's file has no names for them, since the experts of a layer of {spec.family} are one tensor"
+        yield _problem("model.lora.experts", f"{text}; set it to false")
+    elif lora is not None and lora.experts and not spec.has_experts:
         yield _problem("model.lora.experts", "this model has no experts; set it to false")
     elif lora is not None and lora.experts and lora.rank % 8:
         text = f"{lora.rank}, but adapters of experts need a multiple of 8; set it to {-(-lora.rank // 8) * 8}"

@@ -30,6 +30,7 @@ from octetrl.config.backends import TRAITS
 from octetrl.config.lora import adapter_elements
 from octetrl.config.memory import (
     CACHE,
+    STATES,
     MemoryEstimate,
     MemoryPart,
     Precisions,
@@ -130,8 +131,8 @@ def held_bytes(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:
     return sent_bytes(whole, spec, precisions) + adapters + own
 
 
-OF_GENERATING = {CACHE, "vLLM", "reward model"}
-KEPT = {"CUDA context", "process", "reward model", "vLLM"}  # a worker that only generates has them too
+OF_GENERATING = {CACHE, STATES, "vLLM", "reward model"}
+KEPT = {STATES, "CUDA context", "process", "reward model", "vLLM"}  # a worker that only generates has them too
 
 
 def of_trainer(recipe: Recipe, estimate: MemoryEstimate) -> MemoryEstimate:

@@ -227,7 +227,7 @@ class ExaminedWorker:
         """All passes. The first is the reference for the others."""
         recipe, worker = self.recipe, self.worker
         chunk = recipe.engine.prefill_chunk or self.spec.prefill_chunk
-        limits = EngineLimits(recipe.engine.page_size, chunk, recipe.engine.max_batch)
+        limits = EngineLimits(recipe.engine.page_size, chunk, recipe.engine.max_batch, not self.spec.state_bytes(1))
         held = own_engine(worker).kv_scales
         scale_LS = None if held is None else held.scale_LS
         trainer = partial(trainer_tap, worker.trainer_model, KEPT[recipe.trainer.activation_checkpointing])

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from octetrl.doctor.taps import Note, Site, Tap
 from octetrl.engine.kv_cache import CacheFormat, KVCache
+from octetrl.engine.sequence_states import SequenceStates
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
 from octetrl.layers.context import PackedContext, PagedContext
 from octetrl.trainer.forward import KVReplay
@@ -171,6 +172,7 @@ class EngineLimits:
     page_size: int
     prefill_chunk: int
     max_batch: int
+    finds_prefixes: bool = True
 
 
 def paged_pass(
@@ -188,17 +190,23 @@ def paged_pass(
         num_pages = 1 + max(page for table in plan.tables for page in table)
         cache = KVCache(page_of(plan.page_size), num_pages, drawn.device, scale_LS)
         tap = make_tap(note)
+        states = SequenceStates(tap.model, len(plan.tables), drawn.device)
         with tap.open():
             for pieces in plan.forwards:
-                _paged_forward(tap, drawn, plan, pieces, cache, rule)
+                _paged_forward(tap, drawn, plan, pieces, (cache, states), rule)
 
     return Pass("engine", plan.way, run)
 
 
 def _paged_forward(
-    tap: Tap, drawn: DrawnSequences, plan: Plan, pieces: Sequence[PassPiece], cache: KVCache, rule: LogprobRule
+    tap: Tap,
+    drawn: DrawnSequences,
+    plan: Plan,
+    pieces: Sequence[PassPiece],
+    held: tuple[KVCache, SequenceStates],
+    rule: LogprobRule,
 ) -> None:
-    device, size = drawn.device, plan.page_size
+    device, size, (cache, states) = drawn.device, plan.page_size, held
     slots = [plan.tables[p.sequence][t // size] * size + t % size for p in pieces for t in range(p.start, p.stop)]
     positions = [t for p in pieces for t in range(p.start, p.stop)]
     starts = torch.tensor([drawn.starts[p.sequence] for p in pieces for _ in range(p.start, p.stop)], device=device)
@@ -215,6 +223,8 @@ def _paged_forward(
         max_query_len=max(p.stop - p.start for p in pieces),
         max_context_len=max(p.stop for p in pieces),
     )
+    slot_B = torch.tensor([piece.sequence for piece in pieces], device=device)
+    context = states.slots_of(context, slot_B, one_chunk=context.max_query_len == 1)
     hidden_TE = tap.forward(drawn.token_R[tap.rows_T], position_T, context)
     drawn_T = drawn.drawn_R[tap.rows_T]
     rows_N = tap.rows_T[drawn_T]
@@ -247,7 +257,7 @@ def engine_plans(drawn: DrawnSequences, limits: EngineLimits) -> list[Plan]:
         Plan("decode", tuple(_rollout(drawn, everyone, limits)), _own_pages(drawn, everyone, size), size),
         Plan("chunked prefill", tuple(_chunks(whole, chunk)), _own_pages(drawn, everyone, size), size),
     ]
-    hit = _prefix_hits(drawn, limits)
+    hit = _prefix_hits(drawn, limits) if limits.finds_prefixes else None
     if hit is not None:
         plans.append(hit)
     batches = (*_rollout(drawn, alone, limits), *_rollout(drawn, rest, limits))

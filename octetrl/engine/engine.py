@@ -32,6 +32,7 @@ from octetrl.engine.kv_cache import (
 from octetrl.engine.metrics import EngineMetrics
 from octetrl.engine.model_runner import ModelRunner
 from octetrl.engine.ngram_drafts import NGramDrafts, draft_source_of
+from octetrl.engine.sequence_states import StateRunner
 from octetrl.engine.session import Session, whole_answers
 from octetrl.engine.stopping import Tokenizer, decoder_of, memoised
 from octetrl.engine.weights import put_weights, weights_digest
@@ -90,12 +91,8 @@ class Engine:
             grammars=Grammars(tokenizer, spec.vocab_size, sorted(eos_token_ids)),
         )
         self._lag = LAG if self.device.type == "cuda" else 0
-        self._runner = ModelRunner(
-            model,
-            max_batch=config.max_batch,
-            max_tokens=context_length,
-            page_size=config.page_size,
-            device=self.device,
+        self._runner = (StateRunner if spec.state_bytes(dtype.itemsize) else ModelRunner)(
+            model, max_batch=config.max_batch, max_tokens=context_length, page_size=config.page_size, device=self.device
         )
         self.draft_source = draft_source_of(config.speculation)  # None: no speculation
         self._session: Session | None = None  # the open one
@@ -162,6 +159,8 @@ class Engine:
 
         On a CPU without `engine.kv_cache_tokens` the size follows from the requests, so nothing is allocated yet.
         """
+        if isinstance(self._runner, StateRunner):
+            self._runner.wake()
         if self._cache is None and not sized_by_requests(self._config, self.device):
             num_pages = smallest_pages(self._model.group, configured_pages(self._config, self._page, self.device))
             if num_pages < 1:
@@ -180,6 +179,8 @@ class Engine:
         """Frees the KV cache and the graphs captured with it. Scales stay."""
         self._refuse_while_open("sleep")
         self._cache = self._blocks = None
+        if isinstance(self._runner, StateRunner):
+            self._runner.sleep()
         if self._runner.graphs is not None:
             self._runner.graphs.forget()
         if self.device.type == "cuda":

@@ -63,7 +63,7 @@ class BatchRows:
         self._plan_4R = torch.full((4, rows), max_batch, dtype=torch.int64, device=device)
         self._next_4R = torch.zeros(4, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._next = self._next_4R.numpy()
-        self.kept_R = self._plan_4R[3]  # as kernels/rows/count_kept_rows.py has it
+        self.active_R, self.kept_R = self._plan_4R[0], self._plan_4R[3]  # as kernels/rows/count_kept_rows.py has it
         self._draws_R = np.zeros(rows, dtype=bool)
         self._filters_R = np.zeros(rows, dtype=bool)
 
@@ -265,13 +265,7 @@ class ModelRunner:
         cache.clear_slots(slots)
 
     def _decode(
-        self,
-        size: int,
-        draws: bool,
-        filters: bool,
-        cache: KVCache,
-        drafts: bool = False,
-        edits: RowEdits | None = None,
+        self, size: int, draws: bool, filters: bool, cache: KVCache, drafts: bool = False, edits: RowEdits | None = None
     ) -> Tensor:
         """One token for each of the first `size` active rows: int32 [2, B], tokens and the bits of their log-probs.
         drafts: some rows verify drafts. Then clamped values are counted row by row."""

@@ -137,6 +137,7 @@ class Chunk:
     owner: Prefix | RunningSequence
     start: int
     stop: int
+    slot: int = NO_ROW  # of the owner's states, if it has any (sequence_states.py)
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class Step:
     decode: tuple[RunningSequence, ...] = ()  # the same object as in the step before if the batch did not change
     chunks: list[Chunk] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before the forward
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # of slots, before the forward
     new_pages: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its block table, page)
     joined: list[RunningSequence] = field(default_factory=list)  # decode since this step
     preempted: list[tuple[RunningSequence, int]] = field(default_factory=list)  # and the row each had; none in `decode`

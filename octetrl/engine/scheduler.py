@@ -43,7 +43,7 @@ LONGEST_WAIT = 32  # decode forwards
 class Scheduler:
     """The scheduler of one session. At most `max_batch` sequences run, each with its own row."""
 
-    def __init__(self, blocks: BlockManager, *, max_batch: int, prefill_chunk: int, keeps_prefixes: bool) -> None:
+    def __init__(self, blocks: BlockManager, max_batch: int, prefill_chunk: int, *, keeps_prefixes: bool) -> None:
         self.blocks = blocks
         self._keeps_prefixes = keeps_prefixes  # pages can be found after their owners have finished
         self.waiting: deque[RunningSequence] = deque()

@@ -41,6 +41,7 @@ from octetrl.engine.model_runner import ModelRunner, Results, Sampled
 from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
 from octetrl.engine.row_edits import catch_up, event_of
 from octetrl.engine.scheduler import Scheduler, longest_first
+from octetrl.engine.sequence_states import StateRunner, StateScheduler
 from octetrl.engine.speculation import DraftSource, Speculator
 from octetrl.engine.stopping import Decode
 from octetrl.engine.transcript import Batch, Transcript
@@ -77,10 +78,8 @@ class Session:
         self._decode, self._stamp, self._lag = decode, stamp, lag
         self._on_close, self._on_progress = on_close, on_progress
         self._tally = Tally(config.max_batch, captured_before=None if runner.graphs is None else runner.graphs.seconds)
-        keeps = config.prefix_cache != "off"
-        self._scheduler = Scheduler(
-            blocks, max_batch=config.max_batch, prefill_chunk=prefill_chunk, keeps_prefixes=keeps
-        )
+        new = StateScheduler if isinstance(runner, StateRunner) else Scheduler
+        self._scheduler = new(blocks, config.max_batch, prefill_chunk, keeps_prefixes=config.prefix_cache != "off")
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
         parts = (self._transcript, self._scheduler, runner, cache, self._tally)
         self._speculator = Speculator(config.speculation, draft_source, *parts)

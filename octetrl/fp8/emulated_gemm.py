@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.format import BLOCK, decode_e4m3
-from octetrl.fp8.quantize import (
-    Quantized,
-    dequantize_activation,
-    dequantize_tokens,
-    dequantize_weight,
-    row_chunks,
-)
+from octetrl.fp8.quantize import Quantized, dequantize_activation, dequantize_tokens, dequantize_weight, row_chunks
 
 
 def emulated_nt(x: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:

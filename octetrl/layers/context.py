@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from octetrl.kernels.attention.records import CachedPages
+from octetrl.layers.sequence_slots import SequenceSlots
 from octetrl.shapes.blocks import KVMode
 
 
@@ -113,6 +114,7 @@ class PagedContext:
     context_lens_B: Tensor  # int32, this chunk included
     max_query_len: int
     max_context_len: int = field(default=0)
+    states: SequenceSlots | None = None  # of a model with linear attention
     draft_offset_B: Tensor | None = None  # int64, how far each row's draft lies behind its sequence's query; None: none
 
 

@@ -18,3 +18,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    @property
+    def multiplier(self) -> Tensor:
+        """What normed values are multiplied by."""
+        return self.weight

@@ -32,6 +32,14 @@ from octetrl.models.blocks.attention import training as attention_training
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.attention.module import Attention
 from octetrl.models.blocks.block import Block, BlockBuilder
+from octetrl.models.blocks.gated_attention import rollout as gated_rollout
+from octetrl.models.blocks.gated_attention import training as gated_training
+from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
+from octetrl.models.blocks.gated_attention.module import GatedAttention
+from octetrl.models.blocks.gated_delta import rollout as delta_rollout
+from octetrl.models.blocks.gated_delta import training as delta_training
+from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
+from octetrl.models.blocks.gated_delta.module import GatedDelta
 from octetrl.models.blocks.mla import rollout as latent_rollout
 from octetrl.models.blocks.mla import training as latent_training
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
@@ -54,6 +62,16 @@ class FusedAttention(Attention):
     begin, finish, backward = attention_training.begin, attention_training.finish, attention_training.backward
 
 
+class FusedGatedAttention(GatedAttention):
+    rollout = gated_rollout.rollout
+    begin, finish, backward = gated_training.begin, gated_training.finish, gated_training.backward
+
+
+class FusedGatedDelta(GatedDelta):
+    rollout = delta_rollout.rollout
+    begin, finish, backward = delta_training.begin, delta_training.finish, delta_training.backward
+
+
 class FusedLatentAttention(LatentAttention):
     rollout = latent_rollout.rollout
     begin, finish, backward = latent_training.begin, latent_training.finish, latent_training.backward
@@ -71,6 +89,8 @@ class FusedMixture(MixtureOfExperts):
 
 KINDS: dict[type[BlockLayout], Callable[[BlockBuilder, Any], Block]] = {
     AttentionLayout: lambda builder, layout: FusedAttention(builder, layout.window, layout.sinks),
+    GatedAttentionLayout: lambda builder, layout: FusedGatedAttention(builder),
+    GatedDeltaLayout: FusedGatedDelta,
     LatentAttentionLayout: FusedLatentAttention,
     MLPLayout: lambda builder, layout: FusedMLP(builder),
     MixtureLayout: lambda builder, layout: FusedMixture(builder, layout, FusedMLP),

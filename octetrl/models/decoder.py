@@ -33,6 +33,7 @@ from octetrl.layers.embedding import LmHead
 from octetrl.layers.linear import Float8Linear
 from octetrl.layers.lora import LoraAdapter
 from octetrl.layers.norm import RMSNorm
+from octetrl.layers.offset_norm import OffsetRMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
 from octetrl.layers.top_logprobs import logprobs_at, top_logprobs
@@ -133,7 +134,8 @@ class Decoder(nn.Module):
         self.rotary = RotaryTable(
             spec.rotary_size, spec.rope_theta, spec.rope_scaling, spec.max_positions, device=device
         )
-        norm = partial(RMSNorm, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+        kind = OffsetRMSNorm if spec.offset_norms else RMSNorm
+        norm = partial(kind, spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
         numbers = range(spec.num_layers)
         self.layers = nn.ModuleList(DecoderLayer(one, *builder.blocks(one), norm(), norm()) for one in numbers)
         self.norm = norm()

@@ -23,7 +23,9 @@ from typing import Any, Literal
 from octetrl.config.shipped import way_to_make
 from octetrl.models.attention_config import latent_fields, latent_layout, window_fields, windows, with_windows
 from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
+from octetrl.models.delta_config import delta_fields, delta_layers, outer_config, outer_family, text_of, with_outer
 from octetrl.models.family import CAUSAL, FAMILIES, SCALAR, Family, Flag
 from octetrl.models.mixture_config import mixture_blocks, mixture_fields
 from octetrl.models.rope_config import (
@@ -34,7 +36,7 @@ from octetrl.models.rope_config import (
     scaled_positions,
     scaling_field,
 )
-from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.blocks import BlockLayout, LayerBlocks
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH, ModelSpec
 from octetrl.system.errors import UserError, dangling
@@ -152,8 +154,11 @@ def spec_from_config(
     content: Mapping[str, Any], *, scalar: bool = False, implementation: Implementation = "auto"
 ) -> ModelSpec:
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
-    config = JsonObject(content)
-    family = _family(config, scalar)
+    outer = config = JsonObject(content)
+    family = outer_family(config)
+    if family is not None:
+        config = text_of(config, scalar=scalar)
+    family = family or _family(config, scalar)
     if family is None or implementation == "transformers":
         return _of_transformers(config, implementation, scalar=scalar)
     _refuse_what_we_lack(config, family)
@@ -169,16 +174,18 @@ def spec_from_config(
     latent = None if family.query_latent is None else latent_layout(config, family.query_latent)
     head_size = config.integer("head_dim", family.head_size or hidden_size // heads, most=MOST_WIDTH)
     rotated = rotated_size(rope, family, head_size)
-    attention = latent or AttentionLayout(rotated=rotated, sinks=family.sinks)
-    blocks = DENSE if family.experts is None else mixture_blocks(config, family, family.experts, num_layers, attention)
+    attention = latent or (AttentionLayout if family.delta is None else GatedAttentionLayout)(
+        rotated=rotated, sinks=family.sinks
+    )
     positions = scaled_positions(scaling, max_positions)
+    inner = "moe_intermediate_size" if family.experts and family.experts.everywhere else "intermediate_size"
     has_bias = config.flag("attention_bias", family.has_bias)
     kv_heads = heads if "num_key_value_heads" in config else family.kv_heads or heads
     spec = ModelSpec(
         family=family.name,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size", most=MOST_WIDTH),
+        intermediate_size=config.integer(inner, most=MOST_WIDTH),
         num_heads=heads,
         num_kv_heads=config.integer("num_key_value_heads", kv_heads, most=MOST_HEADS),
         head_size=head_size if latent is None else latent.nope_size + latent.rope_size,
@@ -190,25 +197,43 @@ def spec_from_config(
         qkv_bias=has_bias or _flag(config, family.qkv_bias),
         qk_norm=_flag(config, family.qk_norm),
         tied_embeddings=config.flag("tie_word_embeddings"),
-        blocks=with_windows(blocks, windows(config, family, num_layers, positions), num_layers),
+        blocks=_layers(config, family, num_layers, positions, attention),
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(config.token_ids("bos_token_id", vocab_size)), None),
         pad_token_id=_pad_token_id(config, family, vocab_size),
         o_bias=has_bias and family.takes_o_bias,
         fused_files=family.fused_files,
+        offset_norms=family.delta is not None,
+        outer_config=None if outer is config else outer_config(outer),
     )
+    _refuse_heads(spec, has_latents=latent is not None)
+    return spec
+
+
+def _layers(
+    config: JsonObject, family: Family, num_layers: int, max_positions: int, attention: BlockLayout
+) -> tuple[LayerBlocks, ...]:
+    """`ModelSpec.blocks`. `attention`: that of a layer with full attention."""
+    blocks: tuple[LayerBlocks, ...] = (LayerBlocks(attention, MLPLayout()),)
+    if family.experts is not None:
+        blocks = mixture_blocks(config, family, family.experts, num_layers, attention)
+    if family.delta is not None:
+        return delta_layers(config, family.delta, blocks, num_layers)
+    return with_windows(blocks, windows(config, family, num_layers, max_positions), num_layers)
+
+
+def _refuse_heads(spec: ModelSpec, *, has_latents: bool) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise UserError(
             f"num_attention_heads {spec.num_heads} is not a multiple of num_key_value_heads {spec.num_kv_heads};"
             f" correct the config"
         )
-    if latent is None and spec.head_size not in SUPPORTED_HEAD_SIZES:
+    if not has_latents and spec.head_size not in SUPPORTED_HEAD_SIZES:
         sizes = ", ".join(map(str, SUPPORTED_HEAD_SIZES))
         raise UserError(
             f"head size {spec.head_size} (head_dim, or hidden_size / num_attention_heads) is not supported,"
             f" only {sizes} are; use another model"
         )
-    return spec
 
 
 def _of_transformers(config: JsonObject, implementation: Implementation, *, scalar: bool) -> ModelSpec:
@@ -258,6 +283,10 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         config |= {flag.key: value} if isinstance(flag, Flag) else {}
     if family.rotated_share not in (None, 1):
         config |= {SHARE: spec.rotary_size / spec.head_size, "num_nextn_predict_layers": 0}
+    if family.delta is not None:
+        config |= delta_fields(spec)
+    if spec.outer_config is not None:
+        return with_outer(config, spec.outer_config)
     config |= latent_fields(spec.blocks_of(0).attention) | window_fields(spec, family)
     return config | ({"id2label": {"0": "reward"}, "label2id": {"reward": 0}} if scalar else {})
 

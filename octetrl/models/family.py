@@ -7,6 +7,7 @@ A family is a `model_type` of transformers. All families are one decoder with ot
     qwen2, qwen3            Qwen2, Qwen2.5: biases of q, k and v. Qwen3: QK-norm
     mixtral, qwen2_moe, qwen3_moe       a mixture of experts by a softmax over all experts
     dots1, glm4_moe (GLM-4.5)           a mixture with DeepSeek-V3's routing
+    qwen3_next, qwen3_5_text (Qwen3.5, 3.6, 3.8), qwen3_5_moe_text      linear attention by the gated delta rule
     deepseek_v3 (and Moonlight), glm4_moe_lite (GLM-4.7-Flash)       the same, and latent attention
     gpt_oss                 sinks, windows in every second layer, biases and another activation in the experts
 
@@ -23,6 +24,7 @@ from octetrl.models.blocks.moe.layout import (
     GptOssMixtureLayout,
     MixtralLayout,
     MixtureLayout,
+    StackedMixtureLayout,
 )
 
 CAUSAL, SCALAR = "ForCausalLM", "ForSequenceClassification"  # what an architecture's name ends with
@@ -33,6 +35,14 @@ class Flag(NamedTuple):
 
     key: str
     default: bool
+
+
+class DeltaFiles(NamedTuple):
+    """How files of a family with linear attention are (delta_config.py)."""
+
+    class_name: str  # what its architectures begin with
+    outer: str | None = None  # `model_type` of a config.json that has the model as `text_config`
+    grouped: bool = False  # one projection for q, k, v and z, whose rows are grouped by key head; one for b and a
 
 
 class Windows(NamedTuple):
@@ -57,6 +67,7 @@ class Experts:
     size_key: str = "moe_intermediate_size"
     layout: type[MixtureLayout] = MixtureLayout
     renormalises: bool = False  # default of `norm_topk_prob`
+    everywhere: bool = False  # no layer is dense, and the weights always sum to 1; there are no such keys
     is_mixtral: bool = False  # always renormalises, has no noise, and no further keys; so has gpt-oss
     dense_by_step: bool = False  # dense layers are those of `mlp_only_layers` and `decoder_sparse_step`
     shared_size: int | None = None  # default of `shared_expert_intermediate_size`; None: there is no such key
@@ -96,10 +107,13 @@ class Family:
     windows: Windows | None = None
     query_latent: int | None = None  # default of `q_lora_rank`; None: no latent attention
     experts: Experts | None = None
+    delta: DeltaFiles | None = None  # some layers have linear attention, the others a gate; norms have offsets
 
     @property
     def architecture(self) -> str:
         """With lm_head: qwen3_moe -> Qwen3MoeForCausalLM."""
+        if self.delta is not None:
+            return self.delta.class_name + CAUSAL
         return "".join(part.capitalize() for part in self.name.split("_")) + CAUSAL
 
     @property
@@ -112,6 +126,8 @@ _DEEPSEEK_EXPERTS = Experts(
     count_key="n_routed_experts", corrected=True, renormalises=True, groups=(8, 4), scale=2.5, shared=1, first_dense=3
 )
 _GLM_EXPERTS = replace(_DEEPSEEK_EXPERTS, groups=(1, 1), scale=1.0, first_dense=1)
+
+_QWEN3_NEXT = Family("qwen3_next", max_positions=32_768, kv_heads=2, head_size=256, rotated_share=0.25, qk_norm=True)
 
 _FAMILIES = (
     Family("llama", max_positions=2_048, takes_bias=True),
@@ -216,6 +232,18 @@ _FAMILIES = (
         rms_norm_eps=1e-5,
         query_latent=768,
         experts=replace(_GLM_EXPERTS, scale=1.8, lists_layers=True),
+    ),
+    replace(
+        _QWEN3_NEXT,
+        experts=replace(_QWEN_EXPERTS, layout=GatedMixtureLayout, shared_size=512, renormalises=True),
+        delta=DeltaFiles("Qwen3Next", grouped=True),
+    ),
+    replace(_QWEN3_NEXT, name="qwen3_5_text", kv_heads=4, delta=DeltaFiles("Qwen3_5", "qwen3_5")),
+    replace(
+        _QWEN3_NEXT,
+        name="qwen3_5_moe_text",
+        experts=Experts(layout=StackedMixtureLayout, shared_size=512, everywhere=True),
+        delta=DeltaFiles("Qwen3_5Moe", "qwen3_5_moe"),
     ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

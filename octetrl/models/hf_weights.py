@@ -56,6 +56,7 @@ from octetrl.models.weight_files import (
     Stack,
     TensorHeader,
     checked_headers,
+    other_parts,
     pieces,
     scale_layout,
 )
@@ -81,7 +82,7 @@ def load_weights(model: Decoder, folder: str | Path, *, new_head: bool = False, 
     shards = RowShards.find(Path(folder))
     spec, cut, fill = model.spec.whole, cut_rows_of(model.spec), filling(model, loading)
     by_parameter: dict[str, list[FilePiece]] = {}
-    for piece in pieces(spec, scalar=model.is_scalar):
+    for piece in pieces(spec, scalar=model.is_scalar, held=headers):
         by_parameter.setdefault(piece.parameter, []).append(piece)
     reader = _Reader(headers, scale_layout(folder)) if shards is None else _RowReader(shards)
     with reader:
@@ -334,6 +335,7 @@ def save_weights_fp8(
     matrices = [piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_bf16_matrix]
     if matrices or mx:
         not_converted = [name.removesuffix(".weight") for name in (*matrices, LM_HEAD)]
+        not_converted += [prefix.rstrip(".") for prefix in other_parts(model.spec)]
         config["quantization_config"]["ignore" if mx else "modules_to_not_convert"] = not_converted
     linears = {piece.name for piece in pieces(model.spec, scalar=model.is_scalar) if piece.is_linear}
     _write(_quantized(_split(model), linears, mx=mx), config, model.spec, Path(folder), max_shard_bytes)
@@ -341,7 +343,7 @@ def save_weights_fp8(
 
 def refuse_ragged(spec: ModelSpec, *, mx: bool = False) -> None:
     """Raise UserError for a model that `save_weights_fp8` can't write."""
-    if any(piece.stack is not None for piece in pieces(spec)):
+    if any(piece.stack is not None and piece.is_linear for piece in pieces(spec)):
         raise UserError(f"the files of {spec.family} have no FP8 form with blocks of {BLOCK}; export BF16")
     block = MX_BLOCK if mx else BLOCK
     if ragged := {name: size for name, size in spec.linear_sizes().items() if size % block}:

@@ -89,7 +89,9 @@ def _routing(config: JsonObject, of_family: Experts) -> Routing:
         num_experts=experts,
         top_k=top_k,
         scoring="sigmoid" if of_family.corrected else "softmax",
-        renormalise=config.flag("norm_topk_prob", of_family.renormalises) or of_family.is_mixtral,
+        renormalise=of_family.everywhere
+        or config.flag("norm_topk_prob", of_family.renormalises)
+        or of_family.is_mixtral,
         corrected=of_family.corrected,
         num_groups=groups,
         kept_groups=kept,
@@ -123,9 +125,12 @@ def mixture_fields(spec: ModelSpec, experts: Experts) -> dict[str, Any]:
     if experts.is_mixtral:
         noise = {} if experts.mxfp4 else {"router_jitter_noise": 0.0}
         return fields | {"output_router_logits": False, **noise}
-    fields |= {experts.size_key: mixture.expert_size, "norm_topk_prob": routing.renormalise, "sliding_window": None}
+    fields[experts.size_key] = mixture.expert_size
     if experts.shared_size is not None:
         fields["shared_expert_intermediate_size"] = mixture.shared_size
+    if experts.everywhere:
+        return fields
+    fields |= {"norm_topk_prob": routing.renormalise, "sliding_window": None}
     if experts.dense_by_step:
         return fields | {"mlp_only_layers": dense, "decoder_sparse_step": 1, "output_router_logits": False}
     if experts.lists_layers:

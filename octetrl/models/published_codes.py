@@ -39,7 +39,7 @@ class PublishedCodes(NamedTuple):
 def published_codes(spec: ModelSpec, headers: Mapping[str, TensorHeader], *, scalar: bool = False) -> PublishedCodes:
     """The linears of a whole model whose tensors are all codes."""
     by_linear: dict[str, list[FilePiece]] = {}
-    for piece in pieces(spec, scalar=scalar):
+    for piece in pieces(spec, scalar=scalar, held=headers):
         if piece.is_linear:
             by_linear.setdefault(piece.parameter.removesuffix(".weight"), []).append(piece)
     fitting, ragged = {}, []

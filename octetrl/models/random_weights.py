@@ -1,4 +1,4 @@
-"""Random weights of a new model: normal matrices, norms of one, biases of zero.
+"""Random weights of a new model: normal matrices, norms that multiply by one, biases of zero.
 
 Embedding and lm_head have a standard deviation of 0.02, linears 1 / sqrt(in_features). Each tensor is drawn on the CPU
 from (seed, its name), so its values depend neither on the device nor on other tensors.
@@ -30,11 +30,12 @@ def draw_weights(model: nn.Module, seed: int, spec: ModelSpec, loading: Loading 
         for tensor in layout.tensors(spec)
         if isinstance(tensor, VectorLayout) and tensor.starts_at is not None
     }
+    ordinary = 0.0 if spec.offset_norms else 1.0
     for name, parameter in model.named_parameters():
         if ".lora." in name:
             continue
         if parameter.dim() == 1:
-            parameter.fill_(starts.get(name, 0.0 if name.endswith("bias") else 1.0))
+            parameter.fill_(starts.get(name, 0.0 if name.endswith("bias") else ordinary))
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -141,7 +141,7 @@ def _half_backward(half: Half, saved: Saved, h_TE: Tensor, dout_TE: Tensor, grad
     of_block: Gradients = {}
     dn_TE = block.backward(saved, dout_TE, of_block)
     with part("rows"):
-        dh_TE, dnorm_E = rms_norm_backward(dn_TE, h_TE, norm.weight, norm.eps, dout_TE)
+        dh_TE, dnorm_E = rms_norm_backward(dn_TE, h_TE, norm.multiplier, norm.eps, dout_TE)
     gradients |= {f"{place.name}.{name}": gradient for name, gradient in of_block.items()}
     gradients[f"{place.norm}.weight"] = dnorm_E
     return dh_TE

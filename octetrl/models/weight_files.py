@@ -14,6 +14,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from octetrl.models.families import is_mxfp8, prediction_layers, scale_format
+from octetrl.models.family import FAMILIES
 from octetrl.models.row_shards import WEIGHT, RowShards
 from octetrl.shapes.blocks import (
     PLACES,
@@ -97,36 +98,53 @@ class FilePiece:
         return self.shape[0] if self.stack is None else self.shape[0] * self.stack.matrix_rows
 
 
-def pieces(spec: ModelSpec, *, scalar: bool = False) -> Iterator[FilePiece]:
-    """Every tensor of the checkpoint of `spec`, in the order in which they are written."""
-    hidden = spec.hidden_size
-    yield FilePiece("model.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
+def pieces(spec: ModelSpec, *, scalar: bool = False, held: Container[str] | None = None) -> Iterator[FilePiece]:
+    """Every tensor of the checkpoint of `spec`, in the order in which they are written. `held`: names in a folder that
+    is read. It may have the experts' matrices apart where others have one tensor."""
+    hidden, model = spec.hidden_size, model_prefix(spec)
+    yield FilePiece(f"{model}.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
     for layer in range(spec.num_layers):
-        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        ours, theirs = f"layers.{layer}", f"{model}.layers.{layer}"
         for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
             if block.is_whole_layer:
                 for tensor in block.tensors(spec):
-                    yield from _pieces_of(tensor, theirs, f"{ours}.{tensor.name}")
+                    yield from _pieces_of(tensor, theirs, f"{ours}.{tensor.name}", held)
                 continue
             yield FilePiece(f"{theirs}.{place.hf_norm}.weight", f"{ours}.{place.norm}.weight", 0, (hidden,))
             for tensor in block.tensors(spec):
                 module = f"{theirs}.{block.hf_name or place.hf_name}"
-                yield from _pieces_of(tensor, module, f"{ours}.{place.name}.{tensor.name}")
-    yield FilePiece("model.norm.weight", "norm.weight", 0, (hidden,))
+                yield from _pieces_of(tensor, module, f"{ours}.{place.name}.{tensor.name}", held)
+    yield FilePiece(f"{model}.norm.weight", "norm.weight", 0, (hidden,))
     if scalar:
         yield FilePiece(SCORE, SCORE, 0, (1, hidden))
     elif not spec.tied_embeddings:
         yield FilePiece(LM_HEAD, "lm_head.weight", 0, (spec.vocab_size, hidden))
 
 
-def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[FilePiece]:
+def model_prefix(spec: ModelSpec) -> str:
+    """What the names of the decoder's tensors begin with in a checkpoint."""
+    return "model" if spec.outer_config is None else "model.language_model"
+
+
+def other_parts(spec: ModelSpec) -> tuple[str, ...]:
+    """What the names of tensors begin with that are not of the decoder: of a part that reads images, of layers that
+    predict further tokens. They are not trained here, and an export has them as they were."""
+    family = FAMILIES.get(spec.family)
+    return () if family is None or family.delta is None else ("model.visual.", "mtp.")
+
+
+def _pieces_of(tensor: TensorLayout, module: str, parameter: str, held: Container[str] | None) -> Iterator[FilePiece]:
     """The pieces of a block's tensor; `module` is the block's name in the checkpoint."""
     if not isinstance(tensor, LinearLayout):
-        is_matrix = isinstance(tensor, MatrixLayout)
-        name = tensor.hf_name or tensor.name
-        yield FilePiece(f"{module}.{name}", parameter, 0, tensor.shape, is_bf16_matrix=is_matrix)
+        name = f"{module}.{tensor.hf_name or tensor.name}"
+        if isinstance(tensor, MatrixLayout):
+            stack = Stack(1, turned=False, interleaved=1) if tensor.is_convolution else None
+            shape = tensor.shape if stack is None else (tensor.rows, 1, tensor.columns)
+            yield FilePiece(name, parameter, 0, shape, is_bf16_matrix=True, stack=stack)
+        else:
+            yield FilePiece(name, parameter, 0, tensor.shape)
         return
-    if isinstance(tensor, StackedLinearLayout) and tensor.files != "separate":
+    if isinstance(tensor, StackedLinearLayout) and _is_one_tensor(tensor, f"{module}.{tensor.name}", held):
         yield from _stacked_pieces(tensor, f"{module}.{tensor.name}", parameter)
         return
     module = f"{module}.{tensor.submodule}"
@@ -139,6 +157,11 @@ def _pieces_of(tensor: TensorLayout, module: str, parameter: str) -> Iterator[Fi
             if tensor.bias:
                 yield FilePiece(f"{theirs}.bias", f"{parameter}.bias", start, (rows,))
             start += rows
+
+
+def _is_one_tensor(tensor: StackedLinearLayout, name: str, held: Container[str] | None) -> bool:
+    apart = tensor.files == "stacked" and held is not None and name not in held
+    return tensor.files != "separate" and not apart
 
 
 def _stacked_pieces(tensor: StackedLinearLayout, name: str, parameter: str) -> Iterator[FilePiece]:
@@ -172,9 +195,13 @@ def checked_headers(
     """
     folder = Path(folder)
     shards = RowShards.find(folder)
-    wanted = list(pieces(spec, scalar=scalar))
     ignored = [f"model.layers.{spec.num_layers + extra}." for extra in range(prediction_layers(folder))]
-    headers = _read_headers(folder, tuple(ignored)) if shards is None else dict(_headers_of_rows(shards, wanted))
+    ignored += other_parts(spec)
+    if shards is None:
+        headers = _read_headers(folder, tuple(ignored))
+    else:
+        headers = dict(_headers_of_rows(shards, list(pieces(spec, scalar=scalar))))
+    wanted = list(pieces(spec, scalar=scalar, held=headers))
     if scalar and new_head and SCORE not in headers:
         headers.pop(LM_HEAD, None)
         wanted = [piece for piece in wanted if piece.name != SCORE]
@@ -204,7 +231,7 @@ def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHea
     headers: dict[str, TensorHeader] = {}
     twice: list[str] = []
     weight_map = _weight_map(folder)
-    for file in [folder / SINGLE] if weight_map is None else _shards(folder, weight_map):
+    for file in files_of(folder):
         try:
             with safe_open(file, framework="np") as handle:
                 for name in handle.keys():  # noqa: SIM118 (not a dict)
@@ -226,6 +253,12 @@ def _read_headers(folder: Path, ignored: tuple[str, ...]) -> dict[str, TensorHea
     if elsewhere:
         raise UserError(f"{folder / INDEX} is not of these files: it names {_some(elsewhere)}; fetch the model again")
     return headers
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors of a folder. UserError: none, or some are missing."""
+    weight_map = _weight_map(folder)
+    return [folder / SINGLE] if weight_map is None else _shards(folder, weight_map)
 
 
 def _headers_of_rows(shards: RowShards, wanted: Sequence[FilePiece]) -> Iterator[tuple[str, TensorHeader]]:

@@ -27,11 +27,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from octetrl.config.load import load_recipe
 from octetrl.data.tokenizer import load_tokenizer
 from octetrl.models.decoder import Decoder
 from octetrl.models.decoder_class import decoder_class
 from octetrl.models.families import SCALAR, load_spec
 from octetrl.models.hf_weights import load_weights, refuse_ragged, save_from_shards, save_weights, save_weights_fp8
+from octetrl.models.other_parts import copy_other_parts
 from octetrl.models.peft_adapters import (
     CONFIG,
     WEIGHTS,
@@ -44,7 +46,7 @@ from octetrl.models.row_shards import RowShards
 from octetrl.models.scalar_decoder import ScalarDecoder
 from octetrl.models.weight_files import checked_headers
 from octetrl.run.build import full_precision
-from octetrl.run.model_source import precision_of
+from octetrl.run.model_source import precision_of, recipe_of_run
 from octetrl.run.resume import OF_THE_RUN
 from octetrl.run.trained_model import read_model, refuse_pruned, trained_model
 from octetrl.system.errors import UserError
@@ -99,6 +101,8 @@ def export_run(
                         f"'{error.filename}' cannot be read ({error.strerror}); repair or restore it"
                     ) from error
                 raise
+            if not adapter:
+                copy_other_parts(_base(run_or_checkpoint, source), folder)
             _refuse_non_finite(folder, source)
             if add is not None:
                 add(source, folder)
@@ -106,6 +110,13 @@ def export_run(
 
     read_model(run_or_checkpoint, export)
     return target
+
+
+def _base(given: str, source: Path) -> Path:
+    """The folder that the weights of `source` began with: of an adapter, of a run, or `source` itself."""
+    recipe = None if is_adapter(source) else recipe_of_run(given)
+    path = trained_model(source)["path"] if recipe is None else load_recipe(recipe).model.path
+    return Path(path or source)
 
 
 def _write(source: Path, folder: Path, merged: Decoder | None, *, adapter: bool, fp8: bool, mx: bool) -> None:

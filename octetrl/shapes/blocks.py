@@ -141,6 +141,7 @@ class MatrixLayout:
     rows: int
     columns: int
     hf_name: str | None = None  # its name in a checkpoint, if it is another one there
+    is_convolution: bool = False  # of each channel alone: [rows, 1, columns] in a checkpoint
     adaptable: bool = False  # LoRA may name it as a target; its module is then a linear
     why_not_adapted: str | None = None  # for the message if LoRA names it
 
@@ -165,7 +166,7 @@ class VectorLayout:
     """A vector parameter, such as a norm's weight.
 
     If `has_gradient` is false, it is always float32, and the optimizer does not update it. `starts_at`: its values in
-    a new model; None: 0 for a bias, otherwise 1.
+    a new model; None: 0 for a bias and the norms of `offset_norms`, otherwise 1.
     """
 
     name: str
@@ -288,6 +289,10 @@ class BlockLayout(ABC):
     def cached(self, spec: ModelSizes) -> tuple[CachedTensor, ...]:
         """Tensors that a token stores in the KV cache. At most one block of a layer has a cache."""
         return ()
+
+    def state_bytes(self, spec: ModelSizes, value_bytes: int) -> int:
+        """Bytes that a sequence keeps in the engine whatever its length. `value_bytes`: of a value in model's dtype."""
+        return 0
 
     def rotary_size(self, spec: ModelSizes) -> int | None:
         """Number of values of a head that RoPE rotates by position. None: the block has no RoPE."""

@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from octetrl.shapes.rope import RopeScaling
 from octetrl.shapes.tensor_cut import WHOLE_MODEL, TensorCut
 
-SUPPORTED_HEAD_SIZES = (
-    16,
-    32,
-    64,
-    80,
-    96,
-    128,
-    192,
-    256,
-)  # asserted by the attention kernels, checked by `models/families.py`
+SUPPORTED_HEAD_SIZES = 16, 32, 64, 80, 96, 128, 192, 256  # asserted by the kernels, checked by models/families.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +36,7 @@ class ModelSizes:
     bos_token_id: int | None = None
     pad_token_id: int | None = None  # a reward is read at the last token that is another
     o_bias: bool = False  # `attention_bias`: o_proj has a bias too
+    offset_norms: bool = False  # Qwen3.5: norms multiply by 1 + weight
     fused_files: bool = False  # Phi-3: a checkpoint has qkv_proj and gate_up_proj as one tensor each
     tensor: TensorCut = WHOLE_MODEL  # heads and the intermediate size are this part's; widths of inputs are whole
 

@@ -7,7 +7,7 @@ Face `config.json`. The model, the engine, `check`, `export`, the precision poli
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from octetrl.shapes.blocks import (
     PLACES,
@@ -35,6 +35,7 @@ class ModelSpec(ModelSizes):
 
     blocks: tuple[LayerBlocks, ...]  # those of layers 0, 1, ...; all further layers have the last entry's blocks
     hf_config: str | None = None  # the config.json of a model that transformers' modules compute; None: our blocks do
+    outer_config: str | None = field(default=None, compare=False)  # the config.json around a `text_config`
     logit_scale: float = 1.0  # a power of two that the last hidden states are multiplied by before lm_head
 
     def cut(self, tensor: TensorCut) -> ModelSpec:
@@ -109,6 +110,10 @@ class ModelSpec(ModelSizes):
         caches = [tensors for block in self.blocks_of(layer) if (tensors := block.cached(self))]
         assert len(caches) <= 1, f"layer {layer}: two blocks with a KV cache"
         return caches[0] if caches else ()
+
+    def state_bytes(self, value_bytes: int) -> int:
+        """Bytes that a sequence keeps in all layers, whatever its length; 0 without linear attention."""
+        return sum(block.state_bytes(self, value_bytes) for _, block in self.named_blocks())
 
     def refused_on_gpu(self) -> str | None:
         """Why the kernels of a GPU do not run this model; None: they do."""

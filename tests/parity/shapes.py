@@ -9,6 +9,8 @@ half of each head, as GLM-4.5 does. Experts' sizes are no multiples of 128, so F
 
 Latent attention: `direct` has queries of one projection, as Moonlight; `low_rank` has latents of queries too, YaRN, and
 a latent size that is no power of two. `fp8_full` means scales of tokens here: nothing of a latent is calibrated.
+
+Linear attention: `delta` is Qwen3.5's, `grouped delta` Qwen3-Next's, with a mixture; each with a layer of attention.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from octetrl.models.blocks.attention.layout import AttentionLayout
+from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
+from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
 from octetrl.models.blocks.moe.layout import GatedMixtureLayout, GptOssMixtureLayout, MixtureLayout, Routing
 from octetrl.models.families import DENSE, spec_from_config
 from octetrl.shapes.blocks import LayerBlocks
+from octetrl.shapes.delta_rule import DeltaShape
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.rope import LinearScaling, Llama3Scaling, YarnScaling
 from octetrl.shapes.spec import ModelSpec
@@ -59,6 +64,24 @@ LATENT: dict[str, ModelSpec] = {
 }
 
 
+DELTA_SHAPE = DeltaShape(2, 4, 16, 16)
+DELTA: dict[str, ModelSpec] = {
+    name: replace(
+        _TINY,
+        num_layers=2,
+        offset_norms=True,
+        blocks=(
+            LayerBlocks(GatedDeltaLayout(DELTA_SHAPE, grouped), mlp),
+            LayerBlocks(GatedAttentionLayout(rotated=8), mlp),
+        ),
+    )
+    for name, grouped, mlp in (
+        ("delta", False, MLPLayout()),
+        ("grouped delta", True, GatedMixtureLayout(Routing(6, 2, "softmax", True), 48, 80)),
+    )
+}
+
+
 def layer(window: int | None) -> LayerBlocks:
     return LayerBlocks(AttentionLayout(window), MLPLayout())
 
@@ -76,7 +99,7 @@ UNUSUAL: dict[str, ModelSpec] = {
     "heads of 96, a window": replace(_ODD, head_size=96, blocks=(layer(40),), rope_scaling=LinearScaling(2.0)),
     "heads of 192, windows by layer": replace(_TINY, head_size=192, blocks=(layer(130), layer(None))),
 }
-MODELS = TINY | MIXTURES | LATENT | UNUSUAL
+MODELS = TINY | MIXTURES | LATENT | DELTA | UNUSUAL
 
 
 def _full(config: dict[str, object]) -> ModelSpec:

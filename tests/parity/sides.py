@@ -28,6 +28,7 @@ from octetrl.config.fp8_settings import Fp8Config
 from octetrl.config.schema import EngineConfig, LoraConfig, TrainerConfig
 from octetrl.engine.engine import Engine
 from octetrl.engine.kv_cache import KVCache, cache_format
+from octetrl.engine.sequence_states import IDLE, SequenceStates
 from octetrl.engine.weights import put_weights, share_weights, weight_set
 from octetrl.fp8.choose_backend import choose_backend
 from octetrl.fp8.kv_scales import KVScales, kv_scales_from_amax
@@ -194,6 +195,7 @@ class Pages:
         scales = sides.scales
         page = cache_format(sides.spec, sides.policy, sides.trainer_model.dtype, page_size)
         self.cache = KVCache(page, sum(counts), sides.device, None if scales is None else scales.scale_LS)
+        self.states = SequenceStates(sides.engine_model, len(sequences), sides.device)
 
     @torch.no_grad()
     def forward(self, pieces: Sequence[Piece], idle: int = 0) -> list[Tensor]:
@@ -223,6 +225,8 @@ class Pages:
             max_query_len=max(lengths),
             max_context_len=max(ends),
         )
+        slots = torch.tensor([piece[0] for piece in pieces] + [IDLE] * idle, device=device)
+        context = self.states.slots_of(context, slots, one_chunk=max(lengths) == 1)
         run = partial(rollout_forward, model) if device.type == "cuda" and can_fuse(model) else model
         hidden_TE = run(torch.cat([*tokens, nobody]).to(device), torch.cat([*positions, nobody]).to(device), context)
         return list(hidden_TE.split([*lengths, idle])[:-1])
@@ -316,7 +320,7 @@ def draw_weights(model: Decoder, seed: int) -> None:
             else:
                 drawn.normal_(std=0.3, generator=generator)
                 if not name.endswith("bias"):
-                    drawn.add_(1.0)
+                    drawn.add_(-2.0 if name.endswith("A_log") else 1.0)  # a state that lasts for some ten tokens
             if rows is not None:
                 parameter.copy_(torch.cat([drawn[one.whole : one.whole + one.rows] for one in rows.pieces]))
     model.requantize()

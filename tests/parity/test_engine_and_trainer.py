@@ -25,9 +25,11 @@ ON_LATENTS = LoraConfig(
     rank=4,
     targets=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
+ON_DELTA = LoraConfig(rank=4, targets=("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj", "down_proj"))
 EVERY, TRAINERS = tuple(IN_THE_ENGINE), tuple(in_the_trainer(1))
 PAGES = ("small_chunks", "next_turn", "preempted")  # written, found and computed again; all of them are small
 BATCHES = ("one_by_one", "preempted")
+SLOTS = ("one_by_one", "small_chunks", "odd_chunks", "small_batches", "longest_first", "preempted")
 ONE = ("one sequence a micro-batch",)
 FEW = (*ONE, "layers run again", "codes quantised again")
 Case = tuple[str, str, LoraConfig | None, tuple[str, ...], tuple[str, ...]]
@@ -61,6 +63,10 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("direct", "bf16", None, ("small_chunks", "next_turn"), FEW),
     ("low_rank", "fp8_full", None, ("one_by_one", "prefix_hit", "preempted"), FEW),
     ("low_rank", "fp8_full", ON_LATENTS, (), ONE),
+    ("delta", "bf16", None, SLOTS, TRAINERS),
+    ("delta", "fp8_full", None, ("one_by_one", "preempted"), FEW),
+    ("delta", "fp8_full", ON_DELTA, ("preempted",), ONE),
+    ("grouped delta", "fp8", None, ("small_batches", "preempted"), FEW),
     ("heads of 80, YaRN, biases", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 80, YaRN, biases", "fp8", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 96, a window", "bf16", None, ("small_chunks", "prefix_hit"), ONE),

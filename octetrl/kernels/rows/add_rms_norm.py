@@ -108,7 +108,7 @@ def _add_rms_norm_kernel(
         tl.store(residual_RC, x_RC, mask=inside_RC)
     x_RC = x_RC.to(tl.float32)
     rstd_R = tl.rsqrt(tl.sum(x_RC * x_RC, axis=1) * (1.0 / SIZE) + eps)
-    xhat_RC = (x_RC * rstd_R[:, None]).to(dtype).to(tl.float32)
+    xhat_RC = (x_RC * rstd_R[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
     y_RC = (xhat_RC * weight_1C).to(dtype)
     if KEEP:
         tl.store(y_ptr + row_R[:, None] * SIZE + column_C[None, :], y_RC, mask=inside_RC)
@@ -266,8 +266,8 @@ def _check(delta: Addend, residual_TE: Tensor, weight_E: Tensor) -> None:
     else:
         addends = (delta,)
     for x in (residual_TE, *(x for x in addends if x is not None)):
-        assert x.shape == residual_TE.shape and x.dtype == weight_E.dtype, (
-            f"add_rms_norm: {_form(x)}, must be {tuple(residual_TE.shape)} {weight_E.dtype}"
+        assert x.shape == residual_TE.shape and x.dtype == residual_TE.dtype, (
+            f"add_rms_norm: {_form(x)}, must be {_form(residual_TE)}"
         )
         assert x.stride(1) == 1, f"add_rms_norm: last axis has stride {x.stride(1)}, must be 1"
 

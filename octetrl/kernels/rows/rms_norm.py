@@ -1,7 +1,8 @@
 """RMSNorm of the last axis, for the residual stream [T, E] and for QK-norm [T, H, D].
 
     rstd = 1 / sqrt(mean(x^2) + eps)                float32
-    y    = round(x * rstd) * weight                 both rounded to the model's dtype, as in transformers
+    y    = round(x * rstd) * weight                 both rounded to the model's dtype, as in transformers; with a
+                                                    float32 weight (OffsetRMSNorm) only the result is
 
 A row is summed in one fixed tree in one program, for any number of rows. A token therefore has the same bits in the
 engine's batch and in the trainer's pack. Several short rows share a program, which does not affect their sums. The
@@ -49,7 +50,7 @@ def _rms_norm_kernel(
     x_RC = tl.load(x_ptr + start_R[:, None] + column_C[None, :], mask=inside_RC, other=0.0).to(tl.float32)
     rstd_R = tl.rsqrt(tl.sum(x_RC * x_RC, axis=1) * (1.0 / SIZE) + eps)
     dtype = y_ptr.dtype.element_ty
-    xhat_RC = (x_RC * rstd_R[:, None]).to(dtype).to(tl.float32)
+    xhat_RC = (x_RC * rstd_R[:, None]).to(weight_ptr.dtype.element_ty).to(tl.float32)
     weight_C = tl.load(weight_ptr + column_C, mask=column_C < SIZE, other=0.0).to(tl.float32)
     y_RC = (xhat_RC * weight_C[None, :]).to(dtype)
     tl.store(y_ptr + row_R[:, None] * SIZE + column_C[None, :], y_RC, mask=inside_RC)
@@ -82,7 +83,7 @@ def rms_norm_reference(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     for x_PC, y_PC in zip(x.reshape(-1, size).split(rows), y_RC.split(rows), strict=True):
         mean_P1 = x_PC.double().square_().mean(-1, keepdim=True).float()
         rstd_P1 = (mean_P1 + eps).double().rsqrt_().float()
-        torch.mul((x_PC.float() * rstd_P1).to(x.dtype), weight_C, out=y_PC)
+        torch.mul((x_PC.float() * rstd_P1).to(weight_C.dtype), weight_C, out=y_PC)
     return y_RC.view(x.shape)
 
 
@@ -103,8 +104,9 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis. Differentiable in x and weight.
 
-    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype. Returns x's shape and dtype.
+    x: [T, C] or [T, H, C], BF16 or float32, last axis contiguous. weight_C: same dtype, or float32. Returns x's shape
+    and dtype.
     """
     assert x.dim() in (2, 3) and x.shape[-1] == weight_C.numel(), f"rms_norm: {x.shape} and {weight_C.shape}"
-    assert x.dtype == weight_C.dtype, f"rms_norm: x is {x.dtype}, weight is {weight_C.dtype}"
+    assert weight_C.dtype in (x.dtype, torch.float32), f"rms_norm: x is {x.dtype}, weight is {weight_C.dtype}"
     return _RMSNorm.apply(x, weight_C, eps)

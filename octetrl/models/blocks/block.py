@@ -39,6 +39,7 @@ from octetrl.layers.context import CacheTreatment, Context, PackedContext, Paged
 from octetrl.layers.cut_rows import SharedNorm
 from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
+from octetrl.layers.offset_norm import OffsetRMSNorm
 from octetrl.layers.rotary import Rotary, RotaryTable
 from octetrl.layers.tensor_group import TensorGroup
 from octetrl.models.blocks.products import Input
@@ -62,7 +63,8 @@ class BlockBuilder:
     group: TensorGroup
 
     def norm(self, size: int) -> RMSNorm:
-        return RMSNorm(size, self.spec.rms_norm_eps, dtype=self.dtype, device=self.device)
+        kind = OffsetRMSNorm if self.spec.offset_norms else RMSNorm
+        return kind(size, self.spec.rms_norm_eps, dtype=self.dtype, device=self.device)
 
     def head_norm(self) -> RMSNorm:
         """A norm of the heads that this worker has."""

@@ -38,15 +38,15 @@ def add_norm(delta: Addend, hidden_TE: Tensor, norm: RMSNorm, block: Block | Non
     reader, codes_reader = (None, None) if block is None else (block.reader, block.codes_reader)
     quantize, power_of_two = wants_codes(reader if codes_reader is None else codes_reader)
     if quantize and codes_reader is not None:
-        hidden_TE, values_TE, codes = add_rms_norm_both(delta, hidden_TE, norm.weight, norm.eps, power_of_two)
+        hidden_TE, values_TE, codes = add_rms_norm_both(delta, hidden_TE, norm.multiplier, norm.eps, power_of_two)
         return hidden_TE, BothForms(values_TE, codes)
-    return add_rms_norm(delta, hidden_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)
+    return add_rms_norm(delta, hidden_TE, norm.multiplier, norm.eps, quantize=quantize, power_of_two=power_of_two)
 
 
 def norm_for(norm: RMSNorm, x_TE: Tensor, reader: Projection) -> Operand:
     """The norm of x, which nothing is added to, as `reader`'s operand."""
     quantize, power_of_two = wants_codes(reader)
-    return add_rms_norm(None, x_TE, norm.weight, norm.eps, quantize=quantize, power_of_two=power_of_two)[1]
+    return add_rms_norm(None, x_TE, norm.multiplier, norm.eps, quantize=quantize, power_of_two=power_of_two)[1]
 
 
 def operand_of(linear: Projection, x: Normed) -> Operand:

@@ -86,11 +86,11 @@ def normed(
     quantize, power_of_two = wants_codes(reader)
     if not quantize or for_wgrad:
         with part("rows"):
-            _, n_TE = add_rms_norm(add_TE, x_TE, norm.weight, norm.eps, quantize=False)
+            _, n_TE = add_rms_norm(add_TE, x_TE, norm.multiplier, norm.eps, quantize=False)
         with part("quantize"):
             return Input(n_TE, n_TE) if reader is None else input_of(reader, n_TE, for_wgrad=for_wgrad)
     with part("rows"):
-        _, n = add_rms_norm(add_TE, x_TE, norm.weight, norm.eps, quantize=True, power_of_two=power_of_two)
+        _, n = add_rms_norm(add_TE, x_TE, norm.multiplier, norm.eps, quantize=True, power_of_two=power_of_two)
     return Input(n, None)
 
 

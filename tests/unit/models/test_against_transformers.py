@@ -27,7 +27,7 @@ from tests.unit.models.tiny_families import (
     packed,
 )
 
-LENGTHS = [12, 1, 130]  # more than a tile of keys, and longer than any window
+LENGTHS = [12, 1, 150]  # more than a tile of keys or two chunks of linear attention, and longer than any window
 
 
 def relative_error(ours: Tensor | None, theirs: Tensor | None) -> float:
@@ -59,6 +59,11 @@ def test_logits_and_gradients_are_those_of_transformers_and_exports_load_there(n
     if hasattr(attention, "v_proj"):
         qkv = [getattr(attention, f"{letter}_proj").weight.grad for letter in "qkv"]
         grads["layers.1.attention.qkv_proj.weight"] = torch.cat(qkv)
+    for key, parameter in getattr(theirs.model.layers[0], "linear_attn", torch.nn.Module()).named_parameters():
+        grads[f"layers.0.attention.{key}"] = parameter.grad.squeeze(1) if key == "conv1d.weight" else parameter.grad
+    if "layers.0.attention.in_proj_qkv.weight" in grads:
+        projected = [grads.pop(f"layers.0.attention.in_proj_{part}.weight") for part in ("qkv", "z")]
+        grads["layers.0.attention.in_proj_qkvz.weight"] = torch.cat(projected)
     if hasattr(mlp, "down_proj"):
         grads["layers.1.mlp.down_proj.weight"] = mlp.down_proj.weight.grad
     assert relative_error(ours.lm_head_weight.grad, theirs.lm_head.weight.grad) < 1e-4

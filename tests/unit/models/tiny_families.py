@@ -61,6 +61,14 @@ LATENT = ROUTED | {
     "v_head_dim": 16,
 }
 DEEPSEEK = LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 1}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+}
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied")
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
@@ -116,6 +124,13 @@ VARIANTS: dict[str, dict[str, Any]] = {  # a `head_dim` of None is left out
         "model_type": "glm4_moe_lite", "rms_norm_eps": 1e-3, "q_lora_rank": 40, "v_head_dim": 32,
         "mlp_layer_types": ["sparse", "dense"],
     },
+    "qwen3_5_text": DELTA | {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe_text": DELTA | EXPERTS | {
+        "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 40, "linear_num_value_heads": 2,
+    },
+    "qwen3_next, a dense layer": DELTA | EXPERTS | {
+        "model_type": "qwen3_next", "shared_expert_intermediate_size": 40, "mlp_only_layers": [0],
+    },
 }  # fmt: skip
 
 
@@ -137,6 +152,8 @@ def hf_model(name: str, **changes: Any) -> PreTrainedModel:
                 tensor.normal_(std=0.3)
             elif name.endswith("_proj_bias"):
                 tensor.normal_(std=4.0)  # some values are clamped
+            elif name.endswith("A_log"):
+                tensor.uniform_(-4.0, -1.0)
             elif isinstance(tensor, torch.nn.Parameter) and (tensor.dim() == 1 or "shared_expert_gate" in name):
                 tensor.add_(0.3 * torch.randn(tensor.shape))
     return model.eval()

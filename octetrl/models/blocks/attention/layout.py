@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from octetrl.shapes.blocks import (
     BlockLayout,
@@ -32,7 +33,7 @@ class AttentionLayout(BlockLayout):
     rotated: int | None = None
     sinks: bool = False
 
-    sites = (
+    sites: ClassVar[tuple[str, ...]] = (
         "qkv_proj",
         "rotated q",
         "rotated k",

@@ -55,7 +55,7 @@ class Attention(Block):
         """What the fused kernels do between the QKV projection and attention."""
         if self.q_norm is None or self.k_norm is None:
             return Rotation(None, None, 0.0, cos_SR, sin_SR, positions_T)
-        return Rotation(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_SR, sin_SR, positions_T)
+        return Rotation(self.q_norm.multiplier, self.k_norm.multiplier, self.q_norm.eps, cos_SR, sin_SR, positions_T)
 
     @property
     def reader(self) -> Projection:

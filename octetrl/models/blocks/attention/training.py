@@ -54,26 +54,29 @@ def begin(
     qkv_TX = product(attention.qkv_proj, n)
     rotated = None
     if costly is None:
-        rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
-        with part("attention_forward"):
-            out_THD, lse2_TH = attention_packed_forward_triton(
-                q_THD,
-                kv,
-                inputs.context.cu_seqlens_B1,
-                inputs.context.max_seqlen,
-                attention.softmax_scale,
-                attention.window,
-                attention.sinks,
-            )
-        costly = Attended(out_THD.flatten(1), lse2_TH)
+        costly, rotated = attend(attention, qkv_TX, inputs, observe)
         if attention.probe is not None:
-            k_TKD, v_TKD = values_of(kv)
             attention.probe(attention.layer, "qkv_proj", qkv_TX)
-            attention.probe(attention.layer, "rotated q", q_THD)
-            attention.probe(attention.layer, "k as cached", k_TKD)
-            attention.probe(attention.layer, "v as cached", v_TKD)
-            attention.probe(attention.layer, "attention out", out_THD)
     return SavedAttention(n=n.for_backward, qkv_TX=qkv_TX, inputs=inputs, costly=costly, made_with_costly=rotated)
+
+
+def attend(
+    attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, observe: bool
+) -> tuple[Attended, tuple[Tensor, ReplayedKV]]:
+    """Attention over q, k and v, contiguous, and what `_rotated` gave."""
+    rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
+    bounds = inputs.context.cu_seqlens_B1, inputs.context.max_seqlen
+    with part("attention_forward"):
+        out_THD, lse2_TH = attention_packed_forward_triton(
+            q_THD, kv, *bounds, attention.softmax_scale, attention.window, attention.sinks
+        )
+    if attention.probe is not None:
+        k_TKD, v_TKD = values_of(kv)
+        attention.probe(attention.layer, "rotated q", q_THD)
+        attention.probe(attention.layer, "k as cached", k_TKD)
+        attention.probe(attention.layer, "v as cached", v_TKD)
+        attention.probe(attention.layer, "attention out", out_THD)
+    return Attended(out_THD.flatten(1), lse2_TH), rotated
 
 
 def finish(attention: Attention, saved: SavedAttention) -> Tensor:
@@ -87,22 +90,37 @@ def finish(attention: Attention, saved: SavedAttention) -> Tensor:
 
 
 def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradients: Gradients) -> Tensor:
-    qkv_proj, o_proj, context = attention.qkv_proj, attention.o_proj, saved.inputs.context
-    out_TQ, lse2_TH = saved.costly
+    qkv_proj, o_proj = attention.qkv_proj, attention.o_proj
     with part("quantize"):
         dout = gradient_of(o_proj, dout_TE)
-        out = wgrad_input(o_proj, out_TQ)
+        out = wgrad_input(o_proj, saved.costly.out_TQ)
     dout_TQ = dgrad(o_proj, dout)
     wgrad(gradients, "o_proj", o_proj, dout, out)
     del dout, out
     if o_proj.bias is not None and o_proj.bias.requires_grad:
         gradients["o_proj.bias"] = dout_TE.sum(0, dtype=torch.float32).to(o_proj.bias.dtype)
+    dqkv_TXD = attend_backward(attention, saved, saved.qkv_TX, dout_TQ, gradients)
+    with part("quantize"):
+        dqkv = gradient_of(qkv_proj, dqkv_TXD.flatten(1))
+    dn_TE = dgrad(qkv_proj, dqkv)
+    wgrad(gradients, "qkv_proj", qkv_proj, dqkv, saved.n)
+    if qkv_proj.bias is not None and qkv_proj.bias.requires_grad:
+        gradients["qkv_proj.bias"] = dqkv_TXD.flatten(1).sum(0, dtype=torch.float32).to(qkv_proj.bias.dtype)
+    return dn_TE
+
+
+def attend_backward(
+    attention: Attention, saved: SavedAttention, qkv_TX: Tensor, dout_TQ: Tensor, gradients: Gradients
+) -> Tensor:
+    """The gradient [T, H + 2 K, D] of q, k and v, from that of attention's output. Adds those of QK-norm and sinks."""
+    context = saved.inputs.context
+    out_TQ, lse2_TH = saved.costly
     if attention.sinks is not None and attention.sinks.requires_grad:
         heads_THD = (len(dout_TQ), attention.num_heads, attention.head_size)
         sums = dout_TQ.view(heads_THD), out_TQ.view(heads_THD), lse2_TH
         gradients["sinks"] = sink_gradient(*sums, attention.sinks)
     rotated, saved.made_with_costly = saved.made_with_costly, None
-    q_THD, kv = rotated or _rotated(attention, saved.qkv_TX, saved.inputs, observe=False)
+    q_THD, kv = rotated or _rotated(attention, qkv_TX, saved.inputs, observe=False)
     with part("attention_backward"):
         dq_THD, dk_TKD, dv_TKD = attention_packed_backward(
             dout_TQ.view(q_THD.shape),
@@ -116,19 +134,12 @@ def backward(attention: Attention, saved: SavedAttention, dout_TE: Tensor, gradi
             attention.window,
         )
     del rotated, q_THD, kv, dout_TQ
-    qkv_TXD = saved.qkv_TX.view(dout_TE.shape[0], -1, attention.head_size)
+    qkv_TXD = qkv_TX.view(len(qkv_TX), -1, attention.head_size)
     with part("rows"):
         rotation = attention.rotation(*saved.inputs.rotary)
         dqkv_TXD, dq_norm_D, dk_norm_D = qkv_rotate_backward(dq_THD, dk_TKD, dv_TKD, qkv_TXD, rotation)
-    del dq_THD, dk_TKD, dv_TKD
     gradients["q_norm.weight"], gradients["k_norm.weight"] = dq_norm_D, dk_norm_D
-    with part("quantize"):
-        dqkv = gradient_of(qkv_proj, dqkv_TXD.flatten(1))
-    dn_TE = dgrad(qkv_proj, dqkv)
-    wgrad(gradients, "qkv_proj", qkv_proj, dqkv, saved.n)
-    if qkv_proj.bias is not None and qkv_proj.bias.requires_grad:
-        gradients["qkv_proj.bias"] = dqkv_TXD.flatten(1).sum(0, dtype=torch.float32).to(qkv_proj.bias.dtype)
-    return dn_TE
+    return dqkv_TXD
 
 
 def _rotated(attention: Attention, qkv_TX: Tensor, inputs: TrainingInputs, observe: bool) -> tuple[Tensor, ReplayedKV]:

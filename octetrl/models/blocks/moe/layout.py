@@ -148,3 +148,13 @@ class GatedMixtureLayout(MixtureLayout):
     sites = (*MixtureLayout.sites, "gated shared expert")
     shared_name = "shared_expert"
     shared_gate = True
+
+
+@dataclass(frozen=True, slots=True)
+class StackedMixtureLayout(GatedMixtureLayout):
+    """Qwen3.5's: in a checkpoint the matrices of all experts are one tensor."""
+
+    def tensors(self, spec: ModelSizes) -> tuple[TensorLayout, ...]:
+        stacked = StackedLinearLayout
+        own = GatedMixtureLayout.tensors(self, spec)
+        return tuple(replace(one, files="stacked") if isinstance(one, stacked) else one for one in own)

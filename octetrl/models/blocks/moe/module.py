@@ -15,8 +15,7 @@ whose backward adds a token's rows in the order of its experts; combine is kerne
 
 **Gate of the shared expert.** Product and sigmoid are float32 with one rounding. The product adds along K in one order
 at any number of tokens, like the router's. Everything after it is done element by element, so a token's bits do not
-depend on the other tokens. On a CPU the sigmoid is that of float64, because torch computes the elements at a tensor's
-end by another formula than the rest.
+depend on the other tokens.
 
 T tokens, S experts a token, P = T S rows sorted by expert, E hidden size, F an expert's intermediate size.
 """
@@ -39,6 +38,7 @@ from octetrl.kernels.rows.route_tokens import Routed
 from octetrl.layers.context import Context, PackedContext, RouterRecord
 from octetrl.layers.linear import Projection
 from octetrl.layers.rotary import Rotary
+from octetrl.layers.sigmoid_gate import sigmoid
 from octetrl.layers.stacked import RowGroups, group_codes, group_rows
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.models.blocks.mlp.module import MLP
@@ -65,7 +65,7 @@ class SharedGate(nn.Module):
 class _SharedGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, shared_TE: Tensor, weight_1E: Tensor) -> Tensor:
-        gate_T1 = _sigmoid(bf16_gemm_straight(x_TE.contiguous(), weight_1E, torch.float32))
+        gate_T1 = sigmoid(bf16_gemm_straight(x_TE.contiguous(), weight_1E, torch.float32))
         ctx.save_for_backward(x_TE, shared_TE, weight_1E, gate_T1)
         return (shared_TE.float() * gate_T1).to(shared_TE.dtype)
 
@@ -80,10 +80,6 @@ class _SharedGate(torch.autograd.Function):
             (dgated_TE * gate_T1).to(shared_TE.dtype) if need_shared else None,
             (dlogit_T1.t() @ x_TE.float()).to(weight_1E.dtype) if need_weight else None,
         )
-
-
-def _sigmoid(logit_T1: Tensor) -> Tensor:
-    return logit_T1.sigmoid() if logit_T1.is_cuda else logit_T1.double().sigmoid().float()
 
 
 def gather(x_TE: Tensor, groups: RowGroups) -> Tensor:

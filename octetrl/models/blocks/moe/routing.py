@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octetrl.kernels.gemm.bf16_gemm import bf16_gemm_straight
 from octetrl.kernels.rows.route_tokens import Routed, RoutingRule, route_tokens, scores_of, weights_of
+from octetrl.layers.float32_product import Float32Product
 from octetrl.models.blocks.moe.layout import Routing
 
 
-class Router(nn.Module):
+class Router(Float32Product):
     """Logits float32 [T, X] of x [T, E]. Its weight [X, E] and bias [X], if any, are in the model's dtype, never FP8.
 
     `e_score_correction_bias` is float32 and has no gradient; None if the model has none.
@@ -32,40 +32,15 @@ class Router(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None,
     ) -> None:
-        super().__init__()
+        super().__init__(routing.num_experts, hidden_size, has_bias, dtype=dtype, device=device)
         self.routing = routing
-        weight = torch.empty(routing.num_experts, hidden_size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5))
-        self.bias = nn.Parameter(torch.zeros(routing.num_experts, dtype=dtype, device=device)) if has_bias else None
         self.e_score_correction_bias: nn.Parameter | None = None
         if routing.corrected:
             bias_X = torch.zeros(routing.num_experts, dtype=torch.float32, device=device)
             self.e_score_correction_bias = nn.Parameter(bias_X, requires_grad=False)
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        logits_TX: Tensor = _RouterFunction.apply(x_TE, self.weight, self.bias)
-        return logits_TX
-
     def routes(self, logits_TX: Tensor) -> Routed:
         return route(logits_TX, self.e_score_correction_bias, self.routing)
-
-
-class _RouterFunction(torch.autograd.Function):
-    """Forward adds K in one order at any number of tokens; backward in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TE: Tensor, weight_XE: Tensor, bias_X: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TE, weight_XE)
-        logits_TX = bf16_gemm_straight(x_TE.contiguous(), weight_XE, torch.float32)
-        return logits_TX if bias_X is None else logits_TX.add_(bias_X)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TE, weight_XE = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
-        dx_TE = (grads[0] @ weight_XE.float()).to(x_TE.dtype) if need_x else None
-        dweight_XE = (grads[0].t() @ x_TE.float()).to(weight_XE.dtype) if need_weight else None
-        return dx_TE, dweight_XE, grads[0].sum(0).to(weight_XE.dtype) if need_bias else None
 
 
 def route(logits_TX: Tensor, bias_X: Tensor | None, routing: Routing) -> Routed:

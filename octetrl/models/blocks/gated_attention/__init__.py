@@ -1,0 +1,1 @@
+"""Attention whose output has a gate."""
