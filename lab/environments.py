@@ -23,6 +23,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from lab.record import RESULTS, show, write_result
 from octetrl.config.load import recipe_from_mapping
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
@@ -69,9 +71,10 @@ def make_run(
     tokenizer = save_tokenizer(["1 + 1 = and then?"], folder, VOCAB_SIZE)
     shape = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     spec = spec_from_config(preset_config(preset) | shape)
-    model = Decoder(spec, full_precision(spec), "train")
+    model = Decoder(spec, full_precision(spec), "train", device="cuda" if torch.cuda.is_available() else "cpu")
     model.random_init(1)
     save_weights(model, folder)
+    del model
     (folder / "tasks.jsonl").write_text('{"prompt": "?", "answer": "!"}\n')  # a run has some; ours come from `Slow`
     recipe = recipe_from_mapping(
         {
