@@ -277,9 +277,9 @@ def harbor_environment(folder: str, config: EnvironmentConfig) -> HarborEnvironm
     root, left_out = Path(folder), set(parameters.get("leave_out", ()))
     found = [root] if (root / "task.toml").is_file() else sorted(path.parent for path in root.glob("*/task.toml"))
     if unknown := left_out - {path.name for path in found}:
-        name = min(unknown)
-        near = nearest(name, [path.name for path in found])
-        raise UserError(f"environment.parameters.leave_out: '{folder}' has no task '{name}'{near}; remove it")
+        first = min(unknown)
+        near = nearest(first, [path.name for path in found])
+        raise UserError(f"environment.parameters.leave_out: '{folder}' has no task '{first}'{near}; remove it")
     tasks = [read_task(path, box) for path in found if path.name not in left_out]
     if not tasks:
         raise UserError(f"{_FIELD}: '{folder}' has no tasks; give a folder of folders with a task.toml")

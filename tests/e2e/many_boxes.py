@@ -149,13 +149,17 @@ asyncio.run(opens())
 """
 
 
-def killed(config: BoxConfig, at_once: int) -> str:
+def killed(config: BoxConfig, at_once: int, *, with_all: bool) -> str:
+    """with_all: also what makes the boxes, as when a batch system ends a job."""
     words = [sys.executable, "-c", OPENS, config.model_dump_json(), str(at_once)]
     run = subprocess.Popen(words, stdout=subprocess.PIPE)
     assert run.stdout is not None
     pids = list(map(int, run.stdout.readline().split()))
     assert len(pids) == at_once
-    run.send_signal(signal.SIGKILL)
+    beside = [pid for pid, line in command_lines() if f"-{run.pid}-" in line] if with_all else []
+    for pid in (run.pid, *beside):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     began = time.monotonic()
     run.wait()
     run.stdout.close()
@@ -166,16 +170,14 @@ def killed(config: BoxConfig, at_once: int) -> str:
 
 
 def sleeping() -> list[str]:
-    return [line for line in command_lines() if "4321" in line.split("\0")]
+    return [line for _, line in command_lines() if "4321" in line.split("\0")]
 
 
-def command_lines() -> list[str]:
+def command_lines() -> list[tuple[int, str]]:
     lines = []
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            lines.append(Path("/proc", name, "cmdline").read_text(errors="replace"))
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            lines.append((int(name), Path("/proc", name, "cmdline").read_text(errors="replace")))
     return lines
 
 
@@ -214,7 +216,8 @@ def strain(config: BoxConfig, boxes: int, at_once: int) -> None:
         print(f"{kind}: {boxes} boxes, {most} {name}: {1000 * each:.0f} ms a box", flush=True)
     for test in (much_output, full_disk, beside_a_bomb):
         print(f"{kind}: {test.__name__}: {asyncio.run(test(config))}", flush=True)
-    print(f"{kind}: killed: {killed(config, at_once)}", flush=True)
+    print(f"{kind}: killed: {killed(config, at_once, with_all=False)}", flush=True)
+    print(f"{kind}: killed with all beside it: {killed(config, at_once, with_all=True)}", flush=True)
     last = held(config)
     print(f"{kind}: {last}, memory grew by {peak_mib() - memory:.1f} MiB", flush=True)
     assert all(last[name] <= first[name] for name in first), (first, last)
