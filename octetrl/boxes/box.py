@@ -240,13 +240,7 @@ class Box:
         finally:
             if not has_ended:
                 self._kill(word, user)
-            if client.poll() is None:
-                client.kill()
-            client.wait()
-            for stream in (client.stdout, client.stderr, client.stdin):
-                if stream is not None:
-                    with contextlib.suppress(OSError):  # input that was not read
-                        stream.close()
+            _end_client(client)
         if has_ended and err.code is None:
             err.code = self._code_of_cut(client.returncode, err)
         return (err.code if has_ended else None), out, err
@@ -302,9 +296,9 @@ class Box:
         try:
             return client.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
-            client.kill()
-            client.communicate()
             return b""
+        finally:
+            _end_client(client)
 
     def _forward(self, port: int) -> None:
         self._check_alive()
@@ -445,6 +439,16 @@ def _follow(
             client.wait(max(0.0, deadline - time.monotonic()))
         return client.poll() is not None
     return True
+
+
+def _end_client(client: subprocess.Popen[bytes]) -> None:
+    """What it has started in the box may hold its streams for longer."""
+    client.kill()
+    client.wait()
+    for stream in (client.stdout, client.stderr, client.stdin):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # input that was not read
+                stream.close()
 
 
 def _write(descriptor: int, data: memoryview) -> int:

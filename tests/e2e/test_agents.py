@@ -36,14 +36,12 @@ def test_branches_streams_and_parallel_calls_are_trained_as_they_were_sampled(mo
         assert (
             sampled == trained + row["metrics"]["agent/discarded_tokens"] + row["metrics"]["agent/constrained_tokens"]
         )
-    again = run(model, tmp_path / "again", agents("Caller", steps=2))
-    assert [line["loss"] for line in lines] == [line["loss"] for line in again]
 
 
 def test_how_an_agent_ends_is_its_status_and_no_failure_is_a_reward_of_0(model: Path, tmp_path: Path) -> None:
     changes = {
         "steps": 1, "rollout.prompts_per_step": 8, "environment.max_failure_share": 0.9,
-        "environment.turns": {"agent_timeout_seconds": 8.0},  # far beyond what an agent takes here
+        "environment.turns": {"max_turns": 2},
     }  # fmt: skip
     (line,) = run(model, tmp_path / "run", agents("Failing", **changes))
     rows = read_lines(tmp_path / "run/rollouts/step_000001.jsonl")

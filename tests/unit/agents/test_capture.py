@@ -160,6 +160,15 @@ def test_what_a_program_has_used_up_is_its_apis_error_and_the_rollout_is_scored(
     assert rollout.status is RolloutStatus.UNFINISHED and rollout.reward == 1
 
 
+def test_an_agent_whose_time_is_over_is_scored_on_what_is_left() -> None:
+    async def asks(client: httpx.AsyncClient, model: Model) -> None:
+        await said(client, body("7 + 8 ="))
+        await asyncio.sleep(60)
+
+    rollout, _ = played(asks, agent_seconds=2.0)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.UNFINISHED, 1), rollout.detail
+
+
 def test_a_program_that_goes_on_after_an_error_of_the_context_is_scored() -> None:
     async def asks(client: httpx.AsyncClient, model: Model) -> str:
         assert (await client.post("/chat/completions", json=body("so " * CONTEXT))).status_code == 400

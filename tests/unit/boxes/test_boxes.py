@@ -112,6 +112,37 @@ def test_a_bubblewrap_box_limits_memory_and_files(tmp_path: Path) -> None:
     in_box(config_of("bubblewrap", tmp_path).model_copy(update={"memory_mib": 64}), use)
 
 
+KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and KERNEL < (6, 14), reason="root's processes have no limit before Linux 6.14")
+def test_a_bubblewrap_box_limits_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.boxes.bubblewrap.MOST_PROCESSES", 320)
+    monkeypatch.setattr("octetrl.boxes.box._LOST_SECONDS", 0.1)
+
+    async def use(box: Box) -> None:
+        assert (await box.run(["sh", "-c", "echo 4000 >/proc/sys/kernel/pid_max"])).code != 0
+        starts = "i=0; while [ $i -lt 400 ]; do sleep 60 & i=$((i+1)); done"
+        assert (await box.run(["sh", "-c", f"({starts}) >/dev/null 2>&1"])).code == 2
+        with pytest.raises(BoxError):  # there is no room for another process
+            await box.run(["true"])
+
+    in_box(config_of("bubblewrap", tmp_path), use)
+
+
+def test_a_command_that_cannot_be_ended_ends_its_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.boxes.box._KILL", "sleep 60")
+
+    async def use(box: Box) -> None:
+        monkeypatch.setattr("octetrl.boxes.box._KILL_SECONDS", 0.2)
+        assert (await box.run(["sleep", "60"], seconds=0.2)).stopped == "wall_timeout"
+        assert not box.alive() and box.lost is not None
+        with pytest.raises(BoxError, match="could not be ended"):
+            await box.run(["true"])
+
+    in_box(config_of("bubblewrap", tmp_path), use)
+
+
 def test_a_command_whose_task_is_cancelled_is_ended(config: BoxConfig) -> None:
     async def use(box: Box) -> None:
         running = asyncio.create_task(box.run(["sh", "-c", "echo >/tmp/begun; sleep 4321"]))
