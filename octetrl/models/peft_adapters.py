@@ -33,7 +33,7 @@ from octetrl.layers.tensor_group import join_rows
 from octetrl.layers.weight_memory import Loading
 from octetrl.models.decoder import Decoder
 from octetrl.models.hf_weights import hf_files, load_weights
-from octetrl.models.weight_files import SCORE
+from octetrl.models.weight_files import SCORE, model_prefix
 from octetrl.shapes.blocks import PLACES
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
@@ -41,7 +41,6 @@ from octetrl.system.json_file import JsonObject, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model"
-THEIR_MODULES = {place.name: place.hf_name for place in PLACES}
 EXPERTS = "octetrl_experts"  # in the config: whether each expert has adapters
 NAMES_SHOWN = 3
 MOST_RANK = 1024  # as a recipe allows
@@ -111,17 +110,23 @@ def _adapter_config(model: Decoder, base: str | None) -> bytes:
 
 def _named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and our view of every A and B, and of a scalar head."""
-    layouts = dict(adaptable(model.spec))
+    layouts, prefix = dict(adaptable(model.spec)), model_prefix(model.spec)
     for name, adapter in model.adapters():
         _, layer, module, _ = name.split(".", 3)  # layers.3.attention.qkv_proj, or as in a checkpoint
-        in_layer = f"{THEIR_MODULES[module]}." if model.spec.hf_config is None else ""
+        in_layer = f"{_their_module(model.spec, int(layer), module)}." if model.spec.hf_config is None else ""
         submodule = f"{in_layer}{layouts[name].submodule}"
         for expert, part, a_RK, b_nR in adapter.matrices():
-            theirs = f"{PREFIX}.model.layers.{layer}.{submodule}{expert}{part.name}"
+            theirs = f"{PREFIX}.{prefix}.layers.{layer}.{submodule}{expert}{part.name}"
             yield f"{theirs}.lora_A.weight", a_RK
             yield f"{theirs}.lora_B.weight", b_nR
     if model.is_scalar:
         yield f"{PREFIX}.{SCORE}", model.get_parameter(SCORE)
+
+
+def _their_module(spec: ModelSpec, layer: int, place: str) -> str:
+    """The name of a layer's module in transformers, where every mixture is `mlp`, also Mixtral's. `place`: ours."""
+    attention, mlp = PLACES
+    return mlp.hf_name if place == mlp.name else spec.blocks_of(layer).attention.hf_name or attention.hf_name
 
 
 # ---------------------------------------------------------------- in

@@ -35,7 +35,7 @@ from tests.parity.shapes import MIXTURES
 from tests.saved_adapter import save_adapter
 from tests.unit.kernels.grouped_cases import first_rows
 from tests.unit.kernels.interpreting import interpreted  # noqa: F401
-from tests.unit.models.tiny_families import made, packed
+from tests.unit.models.tiny_families import DELTA, SHAPE, made, packed
 from tests.unit.trainer.tiny_trainer import SPEC
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
@@ -47,6 +47,7 @@ SOME = LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj"))
 SPECS = {
     "qwen3": SPEC,
     "qwen2": replace(SPEC, family="qwen2", qk_norm=False, qkv_bias=True, tied_embeddings=False),
+    "qwen3_5_text": spec_from_config(SHAPE | DELTA | {"model_type": "qwen3_5_text"}),
 }
 
 
@@ -215,7 +216,7 @@ def test_names_and_shapes_are_pefts(tmp_path: Path) -> None:
     assert torch.equal(tensors[f"{first}B.weight"], adapter.b[-SPEC.kv_size :])
 
 
-@pytest.mark.parametrize(("name", "lora"), [("qwen3", SOME), ("qwen2", ALL)])
+@pytest.mark.parametrize(("name", "lora"), [("qwen3", SOME), ("qwen2", ALL), ("qwen3_5_text", ALL)])
 def test_peft_loads_it_and_has_our_logits(name: str, lora: LoraConfig, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
