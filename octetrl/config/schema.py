@@ -99,8 +99,9 @@ class LoraConfig(Section):
 
 
 Preset = Literal[
-    "tiny", "tiny-moe", "tiny-mla-moe", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b",
-    "qwen3-30b-a3b", "gpt-oss-20b", "moonlight-16b-a3b", "llama-3.1-8b", "llama-3.1-70b",
+    "tiny", "tiny-moe", "tiny-mla-moe", "tiny-delta", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-14b", "qwen3-32b",
+    "qwen3-30b-a3b", "qwen3.5-4b", "qwen3.5-35b-a3b", "gpt-oss-20b", "moonlight-16b-a3b", "llama-3.1-8b",
+    "llama-3.1-70b",
 ]  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 `tiny` is for the demo and the tests: a Qwen3 with about a million parameters, small enough to train on a laptop.
 `tiny-moe` is the same with eight experts per layer, two of which each token uses. `tiny-mla-moe` has DeepSeek-V3's
-latent attention, routing and shared expert. The others are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B, -14B,
--32B and -30B-A3B, of meta-llama/Llama-3.1-8B and -70B, of moonshotai/Moonlight-16B-A3B and of openai/gpt-oss-20b, for
-runs with random weights.
+latent attention, routing and shared expert, `tiny-delta` Qwen3.5's linear attention in every second layer. The others
+are the published shapes of Qwen/Qwen3-0.6B, -1.7B, -8B, -14B, -32B and -30B-A3B, of the decoders of Qwen/Qwen3.5-4B and
+-35B-A3B, of meta-llama/Llama-3.1-8B and -70B, of moonshotai/Moonlight-16B-A3B and of openai/gpt-oss-20b, for runs with
+random weights.
 """
 
 from __future__ import annotations
@@ -125,6 +126,30 @@ _LLAMA: dict[str, Any] = {
 }
 
 
+_QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+_QWEN3_5_PUBLISHED: dict[str, Any] = (
+    _QWEN3
+    | _QWEN3_5
+    | {
+        "head_dim": 256,
+        "vocab_size": 248_320,
+        "max_position_embeddings": 262_144,
+        "rope_theta": 10_000_000,
+        "eos_token_id": None,
+    }
+)
+
+
 def _sizes(family: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **others: Any) -> dict[str, Any]:
     return family | {
         "hidden_size": hidden,
@@ -161,6 +186,27 @@ _PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 256,
         "routed_scaling_factor": 2.5,
+    },
+    "tiny-delta": _TINY
+    | _QWEN3_5
+    | {
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3.5-4b": _sizes(_QWEN3_5_PUBLISHED, 32, 2560, 9216, 16, **_TIED) | {"num_key_value_heads": 4},
+    "qwen3.5-35b-a3b": _sizes(_QWEN3_5_PUBLISHED, 40, 2048, 512, 16, **_UNTIED)
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "moonlight-16b-a3b": _sizes(_DEEPSEEK, 27, 2048, 11_264, 16, **_UNTIED)
     | {

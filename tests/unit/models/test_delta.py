@@ -1,0 +1,120 @@
+"""Models with linear attention: their config.json, what is refused, their memory, and the slots of their states."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octetrl.config.load import recipe_from_mapping
+from octetrl.config.memory import STATES, estimate_memory, state_slots
+from octetrl.config.rules_shape import spec_problems
+from octetrl.fp8.policy import precision_policy
+from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
+from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
+from octetrl.models.decoder import Decoder
+from octetrl.models.families import hf_config, spec_from_config
+from octetrl.models.weight_files import pieces
+from octetrl.shapes.delta_rule import DeltaShape
+from octetrl.shapes.presets import preset_config
+from octetrl.shapes.spec import ModelSpec
+from octetrl.system.errors import UserError
+from tests.unit.models.tiny_families import DELTA, SHAPE, made
+
+TEXT = SHAPE | DELTA | {"model_type": "qwen3_5_text"}
+OUTER = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": True,
+    "vision_config": {"depth": 2},
+    "text_config": TEXT | {"tie_word_embeddings": False, "attn_output_gate": True},
+}
+
+
+def kinds(spec: ModelSpec) -> list[type]:
+    return [type(spec.blocks_of(layer).attention) for layer in range(spec.num_layers)]
+
+
+def test_the_published_mixture() -> None:
+    spec = spec_from_config(preset_config("qwen3.5-35b-a3b"))
+    assert kinds(spec) == ([GatedDeltaLayout] * 3 + [GatedAttentionLayout]) * 10
+    assert spec.num_parameters == 34_660_610_688 and spec.rotary_size == 64
+    state = DeltaShape(16, 32, 128, 128)
+    assert spec.state_bytes(2) == 30 * state.slot_bytes(4) and spec.fp8_k_is_safe
+
+
+@pytest.mark.parametrize("content", [TEXT, OUTER, preset_config("tiny-delta")], ids=["text", "outer", "preset"])
+def test_a_config_round_trips(content: dict[str, Any]) -> None:
+    spec = spec_from_config(content)
+    again = spec_from_config(json.loads(json.dumps(hf_config(spec))))
+    assert again == spec and spec.offset_norms and spec.tied_embeddings == content.get("tie_word_embeddings", False)
+
+
+def test_a_config_around_the_models_keeps_what_it_had() -> None:
+    spec = spec_from_config(OUTER)
+    written = hf_config(replace(spec, max_positions=64))
+    assert written["architectures"] == OUTER["architectures"] and written["vision_config"] == {"depth": 2}
+    assert written["text_config"]["attn_output_gate"] and written["text_config"]["max_position_embeddings"] == 64
+    assert {piece.name.split(".layers.")[0] for piece in pieces(spec) if ".layers." in piece.name} == {
+        "model.language_model"
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["linear_attention", "sliding_attention"]},
+        {"layer_types": ["linear_attention"]},
+        {"layer_types": ["linear_attention"] * 2},
+        {"linear_num_value_heads": 3},
+        {"linear_conv_kernel_dim": 1},
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as refused:
+        spec_from_config(TEXT | changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_scalar_head_needs_the_text_model_alone() -> None:
+    with pytest.raises(UserError):
+        spec_from_config(OUTER, scalar=True)
+    assert spec_from_config(TEXT, scalar=True).family == "qwen3_5_text"
+
+
+def test_new_weights_are_those_of_the_layouts() -> None:
+    model = made(spec_from_config(TEXT))
+    values = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 1}
+    assert values["layers.0.attention.A_log"].dtype == values["layers.0.attention.dt_bias"].dtype == torch.float32
+    assert (
+        values["layers.0.attention_norm.weight"].eq(0).all() and values["layers.1.attention.q_norm.weight"].eq(0).all()
+    )
+    assert values["layers.0.attention.norm.weight"].eq(1).all() and values["layers.0.attention.dt_bias"].eq(1).all()
+
+
+def fields_of(spec: ModelSpec, **sections: Any) -> list[tuple[str, ...]]:
+    mapping = {"model": {"path": "m"}, "environment": {"dataset": "d"}, **sections}
+    return [problem.fields for problem in spec_problems(recipe_from_mapping(mapping), spec)]
+
+
+def test_settings_of_the_engine_that_a_state_does_not_allow() -> None:
+    spec = replace(spec_from_config(TEXT), max_positions=1 << 20)
+    assert fields_of(spec) == []
+    assert fields_of(spec, engine={"speculation": {"name": "ngram"}}) == [("engine.speculation.name",)]
+    assert fields_of(spec, engine={"prefix_cache": "keep"}) == [("engine.prefix_cache",)]
+    mixture = spec_from_config(preset_config("qwen3.5-35b-a3b"))
+    lora = {"path": "m", "lora": {"rank": 8, "experts": True}}
+    assert fields_of(mixture, model=lora) == [("model.lora.experts",)]
+
+
+def test_the_memory_estimate_has_the_slots() -> None:
+    spec = spec_from_config(TEXT)
+    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "engine": {"max_batch": 6}})
+    policy = precision_policy(spec, recipe.fp8)
+    estimate = estimate_memory(recipe, spec, policy.precisions(), on_gpu=True, device_bytes=1 << 36)
+    (part,) = (part for part in estimate.parts if part.name == STATES)
+    states = Decoder(spec, policy, "rollout", device="meta").layers[0].attention.empty_state(8, torch.device("meta"))
+    assert state_slots(6) == 8 and part.num_bytes == sum(one.nbytes for one in states) and part.when == "generating"
