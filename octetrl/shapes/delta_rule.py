@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 CHUNK: Final = 64  # rows of a chunk; chunks begin at a sequence's first token
+SLICE: Final = 64  # columns of V that one program computes: the shortest long side of wgmma
 
 
 class DeltaShape(NamedTuple):
@@ -25,6 +26,10 @@ class DeltaShape(NamedTuple):
         """Channels of the convolution: q, then k, then v."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
+    @property
+    def slices(self) -> int:
+        return -(-self.value_size // SLICE)
+
     def conv_rows(self, rows: int) -> int:
         """Rows that the convolution keeps of a sequence if a forward adds up to `rows`, of which any may be undone."""
         return self.taps - 1 + rows
@@ -33,5 +38,5 @@ class DeltaShape(NamedTuple):
         """Bytes that one layer keeps of one sequence. `element_size`: of the model's dtype."""
         keys, values = self.key_heads * self.key_size, self.value_heads * self.value_size
         state = 4 * values * self.key_size
-        open_rows = CHUNK * (element_size * (keys + values) + 4 * self.value_heads)
-        return state + open_rows + 4 * self.key_heads + element_size * conv_rows * self.channels
+        open_rows = CHUNK * (element_size * (2 * keys + values) + 8 * self.value_heads)
+        return state + open_rows + 4 * self.value_heads * self.slices + element_size * conv_rows * self.channels

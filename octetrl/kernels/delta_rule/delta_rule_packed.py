@@ -25,7 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.kernels.delta_rule.delta_rule_reference import Rows, nothing_kept, run_rows
+from octetrl.kernels.delta_rule.delta_rule_chunks import delta_rule_chunks
+from octetrl.kernels.delta_rule.delta_rule_packed_backward import delta_rule_packed_backward_triton
+from octetrl.kernels.delta_rule.delta_rule_reference import Rows, nothing_kept, run_rows, shape_of
+from octetrl.kernels.delta_rule.delta_rule_rows import delta_rule_rows
 from octetrl.shapes.delta_rule import CHUNK
 
 
@@ -45,14 +48,34 @@ def delta_rule_packed_forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens_B1: Tensor, max_seqlen: int
 ) -> Tensor:
     """The forward only."""
-    return delta_rule_packed_reference(q, k, v, g, beta, cu_seqlens_B1)
+    if not _runs_kernels(v):
+        return delta_rule_packed_reference(q, k, v, g, beta, cu_seqlens_B1)
+    return delta_rule_packed_triton(q, k, v, g, beta, cu_seqlens_B1)
 
 
 def delta_rule_packed_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens_B1: Tensor, max_seqlen: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and dbeta in the dtypes of q, k, v, g and beta. Zero outside every sequence."""
-    return delta_rule_packed_backward_reference(do, q, k, v, g, beta, cu_seqlens_B1)
+    if not _runs_kernels(v):
+        return delta_rule_packed_backward_reference(do, q, k, v, g, beta, cu_seqlens_B1)
+    shape = shape_of(k, v)
+    chunks = delta_rule_chunks(q, k, g, beta, cu_seqlens_B1, shape)
+    _, kept = delta_rule_rows(q, k, v, beta, cu_seqlens_B1, chunks, shape, keep=True)
+    assert kept is not None
+    return delta_rule_packed_backward_triton(do.contiguous(), q, k, v, g, beta, cu_seqlens_B1, shape, chunks, kept)
+
+
+def _runs_kernels(v: Tensor) -> bool:
+    """A model in float32 has the plain form everywhere."""
+    return v.is_cuda and v.dtype == torch.bfloat16
+
+
+def delta_rule_packed_triton(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
+    """The forward by kernels."""
+    shape = shape_of(k, v)
+    chunks = delta_rule_chunks(q, k, g, beta, cu_seqlens_B1, shape)
+    return delta_rule_rows(q, k, v, beta, cu_seqlens_B1, chunks, shape)[0]
 
 
 class _DeltaRulePacked(torch.autograd.Function):

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from octetrl.kernels.delta_rule.state import DeltaState, join_planes, split_planes
-from octetrl.shapes.delta_rule import CHUNK
+from octetrl.shapes.delta_rule import CHUNK, DeltaShape
 
 SUB = 16  # rows of a block
 BLOCKS = CHUNK // SUB
@@ -65,6 +65,12 @@ class Kept(NamedTuple):
     chunk: Tensor  # [B] int64
 
 
+def shape_of(k: Tensor, v: Tensor) -> DeltaShape:
+    """Of [T, G, K] and [T, H, V], which the kernels need contiguous."""
+    assert k.is_contiguous() and v.is_contiguous(), "delta_rule: q, k and v must be contiguous"
+    return DeltaShape(k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+
+
 def nothing_kept(num_sequences: int, rows: Rows) -> Kept:
     """Of sequences that start with these rows."""
     (G, K), (H, V) = rows.k.shape[1:], rows.v.shape[1:]
@@ -80,14 +86,21 @@ def nothing_kept(num_sequences: int, rows: Rows) -> Kept:
 
 def load_slots(state: DeltaState, slot_B: Tensor) -> Kept:
     s = join_planes(state.high[slot_B], state.low[slot_B])
-    open_rows = state.open_k[slot_B], state.open_d[slot_B], state.open_gamma[slot_B]
-    return Kept(s, *open_rows, state.chunk[slot_B, 0].long())
+    chunk_B = state.chunk[slot_B, 0, 0].long()
+    k, gamma = _halves(state)
+    return Kept(s, k[slot_B, :, chunk_B % 2], state.open_d[slot_B], gamma[slot_B, :, chunk_B % 2], chunk_B)
 
 
 def store_slots(kept: Kept, state: DeltaState, slot_B: Tensor) -> None:
     state.high[slot_B], state.low[slot_B] = split_planes(kept.s)
-    state.open_k[slot_B], state.open_d[slot_B], state.open_gamma[slot_B] = kept.k, kept.d, kept.gamma
-    state.chunk[slot_B] = kept.chunk[:, None].to(torch.int32)
+    k, gamma = _halves(state)
+    k[slot_B, :, kept.chunk % 2], state.open_d[slot_B], gamma[slot_B, :, kept.chunk % 2] = kept.k, kept.d, kept.gamma
+    state.chunk[slot_B] = kept.chunk[:, None, None].to(torch.int32)
+
+
+def _halves(state: DeltaState) -> tuple[Tensor, Tensor]:
+    """Rows of k and of the decays, of even chunks and of odd ones."""
+    return state.open_k.unflatten(2, (2, CHUNK)), state.open_gamma.unflatten(2, (2, CHUNK))
 
 
 def run_rows(rows: Rows, bounds: Sequence[int], first_positions: Sequence[int], kept: Kept) -> Tensor:

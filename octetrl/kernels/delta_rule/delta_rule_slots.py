@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octetrl.kernels.delta_rule.delta_rule_reference import Rows, load_slots, run_rows, store_slots
+from octetrl.kernels.delta_rule.delta_rule_chunks import delta_rule_chunks
+from octetrl.kernels.delta_rule.delta_rule_decode import delta_rule_decode
+from octetrl.kernels.delta_rule.delta_rule_reference import Rows, load_slots, run_rows, shape_of, store_slots
+from octetrl.kernels.delta_rule.delta_rule_rows import delta_rule_rows
 from octetrl.kernels.delta_rule.state import DeltaState, SlotRows
 
 
@@ -18,8 +21,21 @@ def delta_rule_slots(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: SlotRows, state: DeltaState
 ) -> Tensor:
     """o [T, H, V] in v's dtype. `state` moves on, in place, and no row behind these is kept. Shapes as in
-    `delta_rule_packed`."""
-    return delta_rule_slots_reference(q, k, v, g, beta, rows, state)
+    `delta_rule_packed`, all contiguous. On a GPU, `rows.one_chunk` selects the decode kernel."""
+    on_gpu = v.is_cuda and v.dtype == torch.bfloat16
+    run = delta_rule_slots_triton if on_gpu else delta_rule_slots_reference
+    return run(q, k, v, g, beta, rows, state)
+
+
+def delta_rule_slots_triton(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, rows: SlotRows, state: DeltaState
+) -> Tensor:
+    """The same by kernels."""
+    shape = shape_of(k, v)
+    if rows.one_chunk:
+        return delta_rule_decode(q, k, v, g, beta, rows, state, shape)
+    chunks = delta_rule_chunks(q, k, g, beta, rows.cu_seqlens_B1, shape, rows, state)
+    return delta_rule_rows(q, k, v, beta, rows.cu_seqlens_B1, chunks, shape, rows, state)[0]
 
 
 def delta_rule_slots_reference(

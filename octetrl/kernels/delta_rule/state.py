@@ -1,7 +1,8 @@
 """What the engine keeps of gated DeltaNet: one slot of one layer for each sequence.
 
     state       S transposed, at the start of chunk `chunk`: float32, as two planes of 16 bits
-    open rows   k, d and the cumulative decay of the rows since then; row p % 64 belongs to position p
+    open rows   k, d and the cumulative decay of the rows since then; row p % 64 belongs to position p, of k and the
+                decay row p % 128: programs that share them read a full chunk while the next one's first row is written
     conv        the convolution's last inputs; row p % conv_rows belongs to position p
 
 `high` is the float32 rounded to BF16, ties away from zero, and all that decode reads; `low` are the lower 16 bits.
@@ -30,10 +31,10 @@ class DeltaState(NamedTuple):
 
     high: Tensor  # [slots, value heads, V, K] BF16
     low: Tensor  # the same, int16
-    open_k: Tensor  # [slots, key heads, 64, K], the model's dtype
+    open_k: Tensor  # [slots, key heads, 128, K], the model's dtype
     open_d: Tensor  # [slots, value heads, 64, V], the model's dtype
-    open_gamma: Tensor  # [slots, value heads, 64] float32
-    chunk: Tensor  # [slots, key heads] int32
+    open_gamma: Tensor  # [slots, value heads, 128] float32
+    chunk: Tensor  # [slots, value heads, slices of V] int32; a slice has 64 columns
     conv: Tensor  # [slots, conv_rows, C], the model's dtype
 
 
@@ -62,10 +63,10 @@ def empty_state(
     return DeltaState(
         high=empty(value_heads, V, K, dtype=torch.bfloat16),
         low=empty(value_heads, V, K, dtype=torch.int16),
-        open_k=empty(key_heads, CHUNK, K),
+        open_k=empty(key_heads, 2 * CHUNK, K),
         open_d=empty(value_heads, CHUNK, V),
-        open_gamma=empty(value_heads, CHUNK, dtype=torch.float32),
-        chunk=empty(key_heads, dtype=torch.int32),
+        open_gamma=empty(value_heads, 2 * CHUNK, dtype=torch.float32),
+        chunk=empty(value_heads, shape.slices, dtype=torch.int32),
         conv=empty(conv_rows, shape.channels),
     )
 

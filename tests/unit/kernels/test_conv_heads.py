@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octetrl.kernels.delta_rule.conv_heads import EPS, Heads, conv_heads_packed, conv_heads_slots
+from octetrl.kernels.delta_rule.conv_heads import (
+    EPS,
+    Heads,
+    conv_heads_backward_reference,
+    conv_heads_backward_triton,
+    conv_heads_packed,
+    conv_heads_reference,
+    conv_heads_slots,
+    conv_heads_triton,
+)
 from octetrl.kernels.delta_rule.state import SlotRows
 from octetrl.shapes.delta_rule import DeltaShape
 from tests.unit.kernels.delta_cases import bounds_of, poisoned_state
@@ -87,3 +96,23 @@ def test_gradients_equal_autograd_in_float64() -> None:
     got = torch.autograd.grad(heads, (x, weight), gradients)
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_kernels_are_near_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last two tokens belong to no sequence; the second sequence's slot is idle."""
+    monkeypatch.setattr("octetrl.kernels.delta_rule.conv_heads.PROGRAMS", 2)
+    lengths = (18, 1, 2, 9)
+    x, weight = normal(32, SHAPE.channels, dtype=torch.float32), _inputs(torch.float32)[1]
+    inputs = x, weight, bounds_of(*lengths), SHAPE
+    want = conv_heads_reference(*inputs)
+    torch.testing.assert_close(conv_heads_triton(*inputs), want, rtol=1e-5, atol=1e-6)
+    gradients = [normal(*part.shape, seed=seed, dtype=torch.float32) for seed, part in enumerate(want, 5)]
+    got, exact = (run(*gradients, *inputs) for run in (conv_heads_backward_triton, conv_heads_backward_reference))
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+    states = [poisoned_state(5, torch.float32, SHAPE) for _ in range(2)]
+    for first, counts in (([0, 0, 0, 0], lengths), ([18, 0, 2, 9], (1, 1, 1, 1))):  # longer than conv, and decode
+        rows = SlotRows(bounds_of(*counts), torch.tensor([3, -1, 0, 4]), torch.tensor(first), max(counts))
+        in_slots = x[: sum(counts)], weight, rows.cu_seqlens_B1, SHAPE, rows
+        ours, theirs = conv_heads_triton(*in_slots, states[0]), conv_heads_reference(*in_slots, states[1])
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert torch.equal(states[0].conv.view(torch.int32), states[1].conv.view(torch.int32))

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
+from triton.runtime import interpreter
 
-from octetrl.kernels.delta_rule.delta_rule_packed import delta_rule_packed, delta_rule_packed_reference
-from octetrl.kernels.delta_rule.delta_rule_slots import delta_rule_slots_reference
+from octetrl.kernels.delta_rule.delta_rule_chunks import delta_rule_chunks
+from octetrl.kernels.delta_rule.delta_rule_packed import (
+    delta_rule_packed,
+    delta_rule_packed_backward_reference,
+    delta_rule_packed_reference,
+)
+from octetrl.kernels.delta_rule.delta_rule_packed_backward import delta_rule_packed_backward_triton
+from octetrl.kernels.delta_rule.delta_rule_reference import load_slots
+from octetrl.kernels.delta_rule.delta_rule_rows import delta_rule_rows
+from octetrl.kernels.delta_rule.delta_rule_slots import delta_rule_slots_reference, delta_rule_slots_triton
 from octetrl.kernels.delta_rule.state import DeltaState, SlotRows, copy_slots, join_planes, split_planes
+from octetrl.shapes.delta_rule import DeltaShape
 from tests.unit.kernels.delta_cases import SHAPE, bounds_of, delta_inputs, poisoned_state, recurrence
 
-LENGTHS = (170, 1, 64, 65)
+LENGTHS = (150, 1, 64, 65)
 
 
-def _rows(firsts: list[int], counts: list[int], slots: list[int]) -> SlotRows:
-    return SlotRows(bounds_of(*counts), torch.tensor(slots), torch.tensor(firsts), max(counts))
+def _rows(firsts: list[int], counts: list[int], slots: list[int], one_chunk: bool = False) -> SlotRows:
+    return SlotRows(bounds_of(*counts), torch.tensor(slots), torch.tensor(firsts), max(counts), one_chunk)
 
 
 def _by_pieces(inputs: tuple[Tensor, ...], state: DeltaState, slots: list[int], longest: int, seed: int) -> Tensor:
@@ -43,7 +55,7 @@ def test_pieces_and_single_rows_have_the_bits_of_whole_sequences(dtype: torch.dt
     for seed, longest in enumerate((1, 5, 90)):
         state = poisoned_state(6, dtype)
         assert torch.equal(_by_pieces(inputs, state, [4, 0, 5, 2], longest, seed), whole)
-        assert state.chunk[[4, 0, 5, 2], 0].tolist() == [2, 0, 0, 1]
+        assert state.chunk[[4, 0, 5, 2], 0, 0].tolist() == [2, 0, 0, 1]
     first = LENGTHS[0]
     alone = delta_rule_packed_reference(*(x[:first] for x in inputs), bounds_of(first))
     assert torch.equal(alone, whole[:first])
@@ -127,3 +139,61 @@ def test_planes_are_the_float32() -> None:
     assert (
         (split_planes(ordinary)[0].double() - ordinary.double()).abs() <= ordinary.double().abs() * 2**-8 + 1e-40
     ).all()
+
+
+# ---------------------------------------------------------------- kernels
+
+FEW = DeltaShape(key_heads=1, value_heads=2, key_size=16, value_size=16)
+
+
+@pytest.fixture
+def rounded_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter truncates to BF16. With the right rounding, kernels have the bits of the references here."""
+    convert = interpreter._convert_float
+
+    def rounding(data: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = data.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.usefixtures("rounded_to_nearest")
+def test_kernels_are_the_references_in_pieces_decode_and_training() -> None:
+    lengths = (66, 1, 65)
+    bounds, inputs = bounds_of(*lengths), delta_inputs(sum(lengths), FEW, torch.bfloat16)
+    q, k, v, g, beta = inputs
+    chunks = delta_rule_chunks(q, k, g, beta, bounds, FEW)
+    whole, kept = delta_rule_rows(q, k, v, beta, bounds, chunks, FEW, keep=True)
+    assert _error(whole, delta_rule_packed_reference(*inputs, bounds)) < 1e-3
+    do = torch.randn(v.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    assert kept is not None
+    got = delta_rule_packed_backward_triton(do, *inputs, bounds, FEW, chunks, kept)
+    for gradient, want in zip(got, delta_rule_packed_backward_reference(do, *inputs, bounds), strict=True):
+        assert _error(gradient, want) < 0.01
+
+    state, states = poisoned_state(4, torch.bfloat16, FEW), poisoned_state(4, torch.bfloat16, FEW)
+    calls = (
+        ([0, 0, 0], [61, 0, 63], False),
+        ([61, 0, 63], [3, 1, 1], True),  # three rows, as with drafts
+        ([64, 1, 64], [1, 0, 1], True),  # a chunk enters the state
+        ([65, 1, 65], [1, 0, 0], False),
+    )
+    for firsts, counts, one_chunk in calls:
+        token_N = torch.cat(
+            [torch.arange(b + a, b + a + n) for b, a, n in zip(bounds.tolist(), firsts, counts, strict=False)]
+        )
+        rows, some = _rows(firsts, counts, [2, 0, 3], one_chunk), [x[token_N] for x in inputs]
+        assert _error(delta_rule_slots_triton(*some, rows, state), whole[token_N]) < 1e-3
+        delta_rule_slots_reference(*some, rows, states)
+    assert torch.equal(state.chunk, states.chunk)
+    ours, theirs = (load_slots(x, torch.tensor([2, 3])) for x in (state, states))
+    assert _error(ours.s, theirs.s) < 1e-3
+    for name in ("k", "d", "gamma"):
+        assert _error(getattr(ours, name)[:, :, :1], getattr(theirs, name)[:, :, :1]) < 1e-3

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from octetrl.kernels.delta_rule.decay_and_beta import decay_and_beta
-from octetrl.kernels.delta_rule.gated_rms_norm import gated_rms_norm
+from octetrl.kernels.delta_rule.decay_and_beta import (
+    decay_and_beta,
+    decay_and_beta_reference,
+    decay_and_beta_triton,
+)
+from octetrl.kernels.delta_rule.gated_rms_norm import (
+    gated_rms_norm,
+    gated_rms_norm_backward_reference,
+    gated_rms_norm_backward_triton,
+    gated_rms_norm_reference,
+    gated_rms_norm_triton,
+)
 from tests.unit.kernels.fused_row_cases import normal
 
 EPS = 1e-6
@@ -58,3 +69,18 @@ def test_decays_and_gradients_equal_float64() -> None:
     inputs = [x.requires_grad_() for x in inputs]
     exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
     _agree(decay_and_beta(*inputs), inputs, _decays(*exact_inputs), exact_inputs)
+
+
+def test_kernels_are_near_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octetrl.kernels.delta_rule.gated_rms_norm.PROGRAMS", 3)
+    dy, z = (normal(9, 8, 24, seed=seed, dtype=F32)[:, 2:6] for seed in range(2))
+    inputs = normal(9, 4, 24, seed=2, dtype=F32), z, normal(24, seed=3, dtype=F32), EPS
+    torch.testing.assert_close(gated_rms_norm_triton(*inputs), gated_rms_norm_reference(*inputs), rtol=1e-6, atol=1e-7)
+    for got, want in zip(
+        gated_rms_norm_backward_triton(dy, *inputs), gated_rms_norm_backward_reference(dy, *inputs), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    a, b = normal(50, 6, seed=4, dtype=F32).split(3, 1)
+    decays = 9 * a, b, normal(3, seed=5, dtype=F32), normal(3, seed=6, dtype=F32)
+    for got, want in zip(decay_and_beta_triton(*decays), decay_and_beta_reference(*decays), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
