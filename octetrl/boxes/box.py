@@ -287,7 +287,7 @@ class Box:
         with contextlib.suppress(BoxError):  # it ends with the box
             ended = self._ask(["sh", "-c", _KILL, "sh", word], user, seconds=_KILL_SECONDS) == b"ended\n"
             if not ended and self.alive():
-                self.lost = f"a command in the box could not be ended in {_KILL_SECONDS:g} s"
+                self.lost = "a command in the box could not be ended"
                 self.end()
 
     def _ask(self, command: Sequence[str], user: str | None, seconds: float = _END_SECONDS) -> bytes:
