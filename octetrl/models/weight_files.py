@@ -133,6 +133,11 @@ def other_parts(spec: ModelSpec) -> tuple[str, ...]:
     return () if family is None or not (family.delta or family.outer) else ("model.visual.", "mtp.")
 
 
+def files_are_copies(spec: ModelSpec) -> bool:
+    """Whether tensors of a checkpoint lie otherwise than ours, so that they are no views of ours."""
+    return any(piece.stack is not None and piece.stack.turned for piece in pieces(spec))
+
+
 def _pieces_of(tensor: TensorLayout, module: str, parameter: str, held: Container[str] | None) -> Iterator[FilePiece]:
     """The pieces of a block's tensor; `module` is the block's name in the checkpoint."""
     if not isinstance(tensor, LinearLayout):
