@@ -154,9 +154,10 @@ def grouped_fp8_gemm_triton(
         return y_PN
     blocks = triton.cdiv(depth, BLOCK)
     steps = (0, blocks) if turned else (columns, 0)  # rows and blocks of w from one expert to the next
-    whole, ragged_steps = depth % BLOCK == columns % BLOCK == 0, (None, None)
-    if not whole:  # columns of w, and rows of its scales
-        ragged_steps = (depth, 0) if turned else (0, triton.cdiv(columns, BLOCK))
+    whole = depth % BLOCK == columns % BLOCK == 0
+    column_step, scale_step = (
+        (depth, 0) if turned else (0, triton.cdiv(columns, BLOCK))
+    )  # of w, and of its scales' rows
     tiles_of_owner = 0 if owner_O3 is None else 1
     if tile is None and owner_O3 is not None:
         owned = rows_of_tiles(rows, experts)
@@ -175,7 +176,7 @@ def grouped_fp8_gemm_triton(
         *steps, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, bias_ptr=bias,
-        column_step=ragged_steps[0], scale_step=ragged_steps[1],
+        column_step=None if whole else column_step, scale_step=None if whole else scale_step,
         num_warps=8 if tile.rows >= 128 else 4,
         **options,
     )  # fmt: skip
