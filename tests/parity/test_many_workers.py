@@ -22,6 +22,7 @@ STEPS = 2
         ("qwen3", "fp8_full", 2, "local", LoraConfig(rank=4)),
         ("low_rank", "fp8_full", 2, "sharded", None),
         ("gpt-oss", "fp8_full", 2, "sharded", None),
+        ("delta", "fp8_full", 2, "sharded", None),
     ],
 )
 def test_log_probs_are_equal_on_every_worker(

@@ -103,8 +103,9 @@ def _rotated_halves(
         first_weight_JR, second_weight_JR = load_weight(weight_ptr, J, PLANES)
         squares_J = _row_sum(first_JR * first_JR, second_JR * second_JR, J, PLANES)
         rstd_J = tl.rsqrt(squares_J * (1.0 / (2 * PLANES)) + eps)
-        first_JR = _normed(first_JR, first_weight_JR, rstd_J, dtype)
-        second_JR = _normed(second_JR, second_weight_JR, rstd_J, dtype)
+        weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
+        first_JR = _normed(first_JR, first_weight_JR, rstd_J, dtype, weight_dtype)
+        second_JR = _normed(second_JR, second_weight_JR, rstd_J, dtype, weight_dtype)
     rotated_JR = (first_JR * cos_JR - second_JR * sin_JR).to(dtype)
     return rotated_JR, (second_JR * cos_JR + first_JR * sin_JR).to(dtype)
 

@@ -45,9 +45,9 @@ MANY_TOKENS = 1024  # from this number on a program takes more heads; always so 
 
 
 @triton.jit
-def _normed(x_JD, weight_JD, rstd_J, dtype: tl.constexpr):
+def _normed(x_JD, weight_JD, rstd_J, dtype: tl.constexpr, weight_dtype: tl.constexpr):
     """The normed row in float32, as `rms_norm` would write it and `rope` read it."""
-    xhat_JD = (x_JD * rstd_J[:, None]).to(dtype).to(tl.float32)
+    xhat_JD = (x_JD * rstd_J[:, None]).to(weight_dtype).to(tl.float32)
     return (xhat_JD * weight_JD).to(dtype).to(tl.float32)
 
 
@@ -77,8 +77,9 @@ def _rotated_heads(
         weight_JD = tl.load(weight_ptr + own_JD).to(tl.float32)
         other_weight_JD = tl.load(weight_ptr + other_JD).to(tl.float32)
         rstd_J = tl.rsqrt(tl.sum(x_JD * x_JD, axis=1) * (1.0 / SIZE) + eps)
-        x_JD = _normed(x_JD, weight_JD, rstd_J, dtype)
-        partner_JD = _normed(partner_JD, other_weight_JD, rstd_J, dtype)
+        weight_dtype: tl.constexpr = weight_ptr.dtype.element_ty
+        x_JD = _normed(x_JD, weight_JD, rstd_J, dtype, weight_dtype)
+        partner_JD = _normed(partner_JD, other_weight_JD, rstd_J, dtype, weight_dtype)
     sin_JD = tl.where((d_D < PLANES)[None, :], sin_JD * -1.0, sin_JD)  # `-x` compiles to 0 - x, whose zero is positive
     return (x_JD * cos_JD + partner_JD * sin_JD).to(dtype)
 

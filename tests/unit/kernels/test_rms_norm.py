@@ -57,6 +57,14 @@ def test_is_near_float64() -> None:
     torch.testing.assert_close(rms_norm(x, weight_C, EPS).double(), exact, rtol=3e-7, atol=0)
 
 
+def test_beside_a_float32_weight_only_the_result_is_rounded() -> None:
+    _, x, weight_C, _ = _inputs((64, 128), torch.bfloat16)
+    wide_C = weight_C.float() + 2**-12  # no BF16
+    exact = _formula(x.double(), wide_C.double())
+    y = rms_norm(x, wide_C, EPS)
+    assert y.dtype == torch.bfloat16 and ((y.double() - exact).abs() <= exact.abs() * 2**-7.99).all()
+
+
 def test_a_row_does_not_see_its_batch() -> None:
     _, x, weight_C, _ = _inputs((3000, 96), torch.bfloat16)
     whole = rms_norm_reference(x, weight_C, EPS)

@@ -25,7 +25,7 @@ from octetrl.models.blocks.moe.layout import GatedMixtureLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import rollout_forward
 from octetrl.shapes.spec import ModelSpec
-from tests.parity.shapes import TINY
+from tests.parity.shapes import DELTA, TINY
 from tests.parity.sides import PRECISIONS, Pages, Sides, random_sequences
 from tests.unit.models.test_blocks import FP8, MIXED
 from tests.unit.models.test_mla import NAMED, SPECS
@@ -38,6 +38,7 @@ CACHE = Fp8Config(kv_cache="dynamic")  # linears in BF16
 IN_PART = Fp8Config(rollout=True, train=True, ignore=("*.down_proj",))
 ALL = LoraConfig(rank=4, alpha=8.0)
 ATTENTION = LoraConfig(rank=8, alpha=8.0, targets=("q_proj", "v_proj"))
+IN_AND_OUT = LoraConfig(rank=4, alpha=8.0, targets=("in_proj_z", "out_proj", "q_proj", "o_proj"))
 MLP = LoraConfig(rank=1, alpha=2.0, targets=("up_proj", "down_proj"))
 
 
@@ -80,6 +81,8 @@ def train(model: Decoder, keep: training_forward.Keep | None, kv_mode: str) -> t
         (SPECS["low_rank"], CACHE, NAMED),  # its limit is less than what latents before their quantiser make, 0.04
         (SPECS["low_rank"], DYNAMIC, None),
         (SPECS["low_rank"], DYNAMIC, NAMED),
+        (DELTA["delta"], FP8, IN_AND_OUT),
+        (DELTA["grouped delta"], BF16, None),
     ],
 )
 def test_the_trainers_forms_agree(spec: ModelSpec, fp8: Fp8Config, lora: LoraConfig | None) -> None:
@@ -111,6 +114,8 @@ def test_the_trainers_forms_agree(spec: ModelSpec, fp8: Fp8Config, lora: LoraCon
         (SPECS["low_rank"], "fp8_full", None),
         (SPECS["mixed"], "fp8_full", None),
         (SPECS["mixed"], "powers", None),
+        (DELTA["delta"], "fp8_full", None),
+        (DELTA["grouped delta"], "bf16", ALL),
     ],
 )
 def test_the_rollouts_form_has_the_bits_of_the_modules_and_of_the_trainer(

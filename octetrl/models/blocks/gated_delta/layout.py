@@ -86,8 +86,5 @@ class GatedDeltaLayout(BlockLayout):
             "value size (linear_num_value_heads * linear_value_head_dim)": self.value_width,
         }
 
-    def refused_on_gpu(self) -> str | None:
-        return "linear attention has no kernels for a GPU yet; set cluster.device=cpu"
-
     def state_bytes(self, spec: ModelSizes, value_bytes: int) -> int:
         return self.shape.slot_bytes(self.shape.conv_rows(1), value_bytes)
