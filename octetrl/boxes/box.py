@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import IO, Self, TypeVar
 
 from octetrl.boxes.relay import Relay, open_namespaces
@@ -154,9 +154,7 @@ class Box:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------ in threads
@@ -287,7 +285,7 @@ class Box:
         with contextlib.suppress(BoxError):  # it ends with the box
             ended = self._ask(["sh", "-c", _KILL, "sh", word], user, seconds=_KILL_SECONDS) == b"ended\n"
             if not ended and self.alive():
-                self.lost = f"a command in the box could not be ended in {_KILL_SECONDS:g} s"
+                self.lost = "a command in the box could not be ended"
                 self.end()
 
     def _ask(self, command: Sequence[str], user: str | None, seconds: float = _END_SECONDS) -> bytes:

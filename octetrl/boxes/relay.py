@@ -42,19 +42,14 @@ class Relay:
         task = asyncio.current_task()
         self._tasks.add(task)  # asyncio drops its own reference with the connection, which may be reset before the end
         try:
-            await self._join(reader, writer)
-        finally:
-            self._tasks.discard(task)
-
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
+            there_writer.close()
         except OSError:  # the policy's server has ended
+            pass
+        finally:
             writer.close()
-            return
-        await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
-        for end in (writer, there_writer):
-            end.close()
+            self._tasks.discard(task)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

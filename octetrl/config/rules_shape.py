@@ -190,7 +190,7 @@ def expert_widths_refused(spec: ModelSpec, fp8: Collection[str]) -> str | None:
 def _widths_refused(name: str, linear: StackedLinearLayout, *, fp8: bool) -> str | None:
     """The widths are the config's, so those of gate and up count one by one."""
     multiplied = (linear.in_features, linear.in_features), (linear.parts[0].rows, linear.out_features)
-    multiple = BLOCK if fp8 else ALIGNED
+    multiple = 2 * ALIGNED if fp8 else ALIGNED
     ragged = dict.fromkeys(f"{width:,}" for width, size in multiplied if size % multiple or width % ALIGNED)
     if not ragged:
         return None

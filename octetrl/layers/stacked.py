@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from octetrl.fp8.backends import FUSED, BackendName
-from octetrl.fp8.format import BLOCK
 from octetrl.fp8.quantize import Quantized
 from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_bias_gradient, grouped_wgrad
-from octetrl.kernels.gemm.grouped_fp8_gemm import grouped_fp8_gemm
+from octetrl.kernels.gemm.grouped_fp8_gemm import ALIGNED, grouped_fp8_gemm
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.quantize.transpose_codes import transpose_codes
 from octetrl.kernels.rows.sort_and_gather import sort_and_gather
 from octetrl.kernels.rows.sort_by_expert import sort_by_expert
 from octetrl.layers.linear import ACTIVATION_QUANTIZERS, Float8Linear
@@ -108,8 +108,8 @@ class Float8StackedLinear(Float8Linear):
             square_wgrad=square_wgrad,
             has_weight=has_weight,
         )
-        is_whole = in_features % BLOCK == out_features % BLOCK == 0
-        assert is_whole or backend not in FUSED, f"{out_features} x {in_features}: build_blocks.py refuses such experts"
+        is_aligned = in_features % ALIGNED == out_features % ALIGNED == 0
+        assert is_aligned or backend not in FUSED, f"{out_features} x {in_features}: build_blocks.py refuses them"
         self.out_features, self.count = out_features, count
         self.blocks = -(-out_features // self.block[0])  # of an expert's rows
         self.scale = torch.full((count * self.blocks, self.scale.shape[1]), torch.nan, device=device)
@@ -142,13 +142,21 @@ class Float8StackedLinear(Float8Linear):
     ) -> Quantized:
         if self.out_features % self.block[0] == 0:  # every expert starts at the border of a block
             return super().quantize(weight_NK, name=name, out=out, transposed_KN=transposed_KN, check=check)
-        assert transposed_KN is None, "on a CPU the transposed operand is a view of the codes"
         if out is None:
             out = Quantized(torch.empty_like(self.codes), torch.empty_like(self.scale))
         for expert in range(weight_NK.shape[0] // self.out_features):  # all of them, or those of one worker
             rows = slice(expert * self.out_features, (expert + 1) * self.out_features)
             quantize_weight(weight_NK[rows], self.power_of_two, name=name, out=self.of_expert(out, expert), check=check)
+        if transposed_KN is not None:
+            transpose_codes(out.codes, transposed_KN)
         return out
+
+    def dgrad_operand(self) -> Quantized:
+        """Freed codes are quantised again expert by expert, if a block would contain rows of two."""
+        if self.has_codes or self.backend not in FUSED or self.out_features % self.block[0] == 0:
+            return super().dgrad_operand()
+        made = self.forward_operand()
+        return Quantized(transpose_codes(made.codes), made.scale.t())
 
     def columns_of(self, weight_NK: Tensor) -> Quantized:
         """Each expert's blocks start at its first row."""

@@ -25,7 +25,7 @@ from octetrl.models.attention_config import latent_fields, latent_layout, window
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
 from octetrl.models.blocks.mlp.layout import MLPLayout
-from octetrl.models.delta_config import delta_fields, delta_layers, outer_config, outer_family, text_of, with_outer
+from octetrl.models.delta_config import delta_fields, delta_layers
 from octetrl.models.family import CAUSAL, FAMILIES, SCALAR, Family, Flag
 from octetrl.models.mixture_config import mixture_blocks, mixture_fields
 from octetrl.models.rope_config import (
@@ -36,6 +36,7 @@ from octetrl.models.rope_config import (
     scaled_positions,
     scaling_field,
 )
+from octetrl.models.text_part import outer_config, outer_family, text_of, with_outer
 from octetrl.shapes.blocks import BlockLayout, LayerBlocks
 from octetrl.shapes.sizes import SUPPORTED_HEAD_SIZES
 from octetrl.shapes.spec import MOST_HEADS, MOST_LAYERS, MOST_TOKENS, MOST_WIDTH, ModelSpec

@@ -5,6 +5,7 @@ A family is a `model_type` of transformers. All families are one decoder with ot
     llama                   Llama 3.x, SmolLM2
     mistral, phi3           with sliding windows; Phi-3's files have fused q, k, v and fused gate and up
     qwen2, qwen3            Qwen2, Qwen2.5: biases of q, k and v. Qwen3: QK-norm
+    qwen3_vl_text           Qwen3 in a model that also reads images
     mixtral, qwen2_moe, qwen3_moe       a mixture of experts by a softmax over all experts
     dots1, glm4_moe (GLM-4.5)           a mixture with DeepSeek-V3's routing
     qwen3_next, qwen3_5_text (Qwen3.5, 3.6, 3.8), qwen3_5_moe_text      linear attention by the gated delta rule
@@ -37,12 +38,10 @@ class Flag(NamedTuple):
     default: bool
 
 
-class DeltaFiles(NamedTuple):
-    """How files of a family with linear attention are (delta_config.py)."""
+class Delta(NamedTuple):
+    """Linear attention in some layers (delta_config.py)."""
 
-    class_name: str  # what its architectures begin with
-    outer: str | None = None  # `model_type` of a config.json that has the model as `text_config`
-    grouped: bool = False  # one projection for q, k, v and z, whose rows are grouped by key head; one for b and a
+    grouped: bool = False  # files have one projection for q, k, v and z, with rows grouped by key head, one for b and a
 
 
 class Windows(NamedTuple):
@@ -107,14 +106,14 @@ class Family:
     windows: Windows | None = None
     query_latent: int | None = None  # default of `q_lora_rank`; None: no latent attention
     experts: Experts | None = None
-    delta: DeltaFiles | None = None  # some layers have linear attention, the others a gate; norms have offsets
+    delta: Delta | None = None  # some layers have linear attention, the others a gate; norms have offsets
+    class_name: str | None = None  # what its architectures begin with; None: `name` in capitals
+    outer: str | None = None  # `model_type` of a config.json that has the model as `text_config` (text_part.py)
 
     @property
     def architecture(self) -> str:
         """With lm_head: qwen3_moe -> Qwen3MoeForCausalLM."""
-        if self.delta is not None:
-            return self.delta.class_name + CAUSAL
-        return "".join(part.capitalize() for part in self.name.split("_")) + CAUSAL
+        return (self.class_name or "".join(part.capitalize() for part in self.name.split("_"))) + CAUSAL
 
     @property
     def has_latents(self) -> bool:
@@ -163,6 +162,17 @@ _FAMILIES = (
         qk_norm=True,
         takes_bias=True,
         windows=Windows(full_layers=28, needs_switch=True),
+    ),
+    Family(
+        "qwen3_vl_text",
+        max_positions=128_000,
+        kv_heads=32,
+        head_size=128,
+        rope_theta=500_000.0,
+        qk_norm=True,
+        takes_bias=True,
+        class_name="Qwen3VL",
+        outer="qwen3_vl",
     ),
     Family(
         "qwen2_moe",
@@ -236,14 +246,16 @@ _FAMILIES = (
     replace(
         _QWEN3_NEXT,
         experts=replace(_QWEN_EXPERTS, layout=GatedMixtureLayout, shared_size=512, renormalises=True),
-        delta=DeltaFiles("Qwen3Next", grouped=True),
+        delta=Delta(grouped=True),
     ),
-    replace(_QWEN3_NEXT, name="qwen3_5_text", kv_heads=4, delta=DeltaFiles("Qwen3_5", "qwen3_5")),
+    replace(_QWEN3_NEXT, name="qwen3_5_text", kv_heads=4, delta=Delta(), class_name="Qwen3_5", outer="qwen3_5"),
     replace(
         _QWEN3_NEXT,
         name="qwen3_5_moe_text",
         experts=Experts(layout=StackedMixtureLayout, shared_size=512, everywhere=True),
-        delta=DeltaFiles("Qwen3_5Moe", "qwen3_5_moe"),
+        delta=Delta(),
+        class_name="Qwen3_5Moe",
+        outer="qwen3_5_moe",
     ),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

@@ -130,7 +130,12 @@ def other_parts(spec: ModelSpec) -> tuple[str, ...]:
     """What the names of tensors begin with that are not of the decoder: of a part that reads images, of layers that
     predict further tokens. They are not trained here, and an export has them as they were."""
     family = FAMILIES.get(spec.family)
-    return () if family is None or family.delta is None else ("model.visual.", "mtp.")
+    return () if family is None or not (family.delta or family.outer) else ("model.visual.", "mtp.")
+
+
+def files_are_copies(spec: ModelSpec) -> bool:
+    """Whether tensors of a checkpoint lie otherwise than ours, so that they are no views of ours."""
+    return any(piece.stack is not None and piece.stack.turned for piece in pieces(spec))
 
 
 def _pieces_of(tensor: TensorLayout, module: str, parameter: str, held: Container[str] | None) -> Iterator[FilePiece]:

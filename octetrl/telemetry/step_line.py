@@ -57,7 +57,7 @@ NUMBERS = (  # in the order of the line
     Number("rollout/failure_share", "failed", ".0%", only_above_0=True, warn=0.0, tone="bad"),
     Number("rollout/too_long_share", "too long", ".0%", only_above_0=True, warn=0.0),
     Number("agent/discarded_tokens", "discarded tokens", ",.1f", only_above_0=True, warn=0.0),
-    Number("agent/engine_share", "agents wait for answers", ".0%"),
+    Number("agent/engine_share", "in engine", ".0%"),
     Number("reward/zero_variance_fraction", "equal rewards", ".0%", only_above_0=True, warn=EQUAL_REWARDS_LIMIT),
     Number("curriculum/resting_share", "resting", ".0%", only_above_0=True),
     Number("rollout/truncated_share", "truncated", ".0%", only_above_0=True, warn=TRUNCATED_LIMIT),
@@ -78,9 +78,9 @@ PRIORITY = (  # which numbers are kept where not all fit
     *("reward/mean", MISMATCH, "preference/accuracy", "kl", "rollout/failure_share"),
     *("rollout/too_long_share", "agent/discarded_tokens", "reward/zero_variance_fraction"),
     *("rollout/truncated_share", TIME, REWARDS),
-    *("rollout/unfinished_share", "curriculum/resting_share", "loss", "rollout/mean_length", "entropy"),
-    *("fp8/kv_saturation", "grad_norm"),
-    *("memory/peak_gb", "agent/engine_share"),
+    *("rollout/unfinished_share", "curriculum/resting_share", "agent/engine_share", "loss", "rollout/mean_length"),
+    *("entropy", "fp8/kv_saturation", "grad_norm"),
+    "memory/peak_gb",
     *("rollout/tokens_per_second", "train/tokens_per_second", "correction/clip_fraction"),
 )
 FIRST = PRIORITY[:4]  # always shown; kl only with a reference

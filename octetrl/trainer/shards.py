@@ -8,8 +8,8 @@ ranges, so that the shares of a whole model are balanced. Every worker computes 
 
 A block begins where an FP8 scale's block begins (fp8/format.py). Its first element is a multiple of 128, where a block
 of 8-bit moments begins (kernels/optimizer/adamw.py). A block therefore quantises and updates by itself, with the bits
-of the whole parameter. Stacked experts whose rows are no multiple of 128, which only a CPU has, are cut between
-experts, where their scales begin again.
+of the whole parameter. Stacked experts whose rows are no multiple of 128 are cut between experts, where their scales
+begin again.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     several workers   each its rows of weights and optimizer (trainer/sharded_state.py); worker 0 the model's
                       config.json as well, or the whole adapter, which every worker has
 
+One worker saves like several where the model's tensors in a Hugging Face folder would be copies of its own.
+
 A critic has files of its own, in the same two ways. Any number of workers loads what any number saved, with the same
 weights and moments to the bit. What is equal on all workers (reference, KV scales) is saved by worker 0.
 """
@@ -24,6 +26,7 @@ from octetrl.models.hf_weights import hf_config_files
 from octetrl.models.peft_adapters import load_trained, trained_files
 from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
+from octetrl.models.weight_files import files_are_copies
 from octetrl.shapes.spec import ModelSpec
 from octetrl.trainer.checkpoint import OPTIMIZER, Checkpoint
 from octetrl.trainer.file_digests import WrittenFile
@@ -165,7 +168,7 @@ def _owned_by(trainer: Trainer | ScalarTrainer) -> OwnedState:
 
 
 def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str, Content]:
-    if own.share.count == 1:
+    if own.share.count == 1 and (model.lora is not None or not files_are_copies(model.spec)):
         return {**trained_files(model, base), **in_shards(OPTIMIZER, own.optimizer)}
     files = shard_files(own, with_weights=model.lora is None)
     of_model = hf_config_files(model) if model.lora is None else trained_files(model, base)

@@ -9,6 +9,8 @@ B sequences, P pages of the longest block table, T tokens, H query heads, K kv h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -115,7 +117,7 @@ def attention_paged_triton(
     if max_query_len == 1:
         tables = (q_THD, k, v, block_table_BP, context_lens_B, softmax_scale)
         quantizes = quantize_out and head_size == BLOCK
-        how = {"window": window, "draft_offset_B": draft_offset_B, "sinks_H": sinks_H}
+        how: dict[str, Any] = {"window": window, "draft_offset_B": draft_offset_B, "sinks_H": sinks_H}
         out = attention_decode_triton(*tables, quantizes, power_of_two, **how)
         if isinstance(out, Quantized):
             return out

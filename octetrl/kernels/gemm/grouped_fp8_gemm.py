@@ -14,6 +14,9 @@ rows also needs 160 registers instead of 192: three fit into a multiprocessor.
 Experts of many rows have owners of 128 rows. On Hopper they are one tile of grouped_fp8_gemm_gluon.py, with the same
 bits, and elsewhere two tiles of 64.
 
+A last block of a matrix may be ragged, in rows or depth (gpt-oss: 2,880 = 22.5 x 128); every expert's blocks begin at
+its first row. Past the depth TMA reads zeros of x, so what it reads of w there, of the next expert, adds nothing.
+
 A bias of each expert is added to the float32 sum, which is then rounded once.
 
 `turned` multiplies by the transposed codes, for dgrad: dx[P, K] = dy[P, N] w_e[N, K] with codes [K, X N].
@@ -48,6 +51,7 @@ class Tile(NamedTuple):
 
 
 FEW, SOME, MANY = Tile(16, 64, 6, swap=True), Tile(64, 64, 4), Tile(128, 128, 3)
+ALIGNED = 16  # codes of 16 bytes: TMA reads rows that begin at multiples of them
 FP8_MANY = Tile(64, 128, 4)  # for codes, instead of SOME and MANY (lab/log.md)
 
 OWNED = {rows: Tile(min(rows, 64), 128, 3, swap=rows < 64) for rows in (*OWNED_ROWS, MANY_ROWS)}  # by owners' rows
@@ -83,6 +87,7 @@ def _grouped_fp8_gemm_kernel(
     row_step, block_step, w_scale_row, w_scale_column,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr, bias_ptr,
+    column_step, scale_step,
 ):  # fmt: skip
     tiles_n = tl.cdiv(num_columns, BLOCK_N)
     tile = tl.program_id(0) // tiles_n
@@ -96,13 +101,20 @@ def _grouped_fp8_gemm_kernel(
     if start_m < end_m:
         row_M, column_N = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
         w_row, w_block = expert * row_step + start_n, expert * block_step
-        w_scale_ptr += (w_row // 128).to(tl.int64) * w_scale_row + w_block.to(tl.int64) * w_scale_column
+        if column_step is None:
+            w_scale_ptr += (w_row // 128).to(tl.int64) * w_scale_row + w_block.to(tl.int64) * w_scale_column
+        else:
+            scale_block = expert * scale_step + start_n // 128
+            w_scale_ptr += scale_block.to(tl.int64) * w_scale_row + w_block.to(tl.int64) * w_scale_column
         acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
         for block in tl.range(0, num_blocks, num_stages=STAGES):
             scale_M = tl.load(x_scale_ptr + row_M + block * x_scale_stride, mask=row_M < end_m, other=0.0)
             scale_M = scale_M * tl.load(w_scale_ptr + block * w_scale_column)
             x_MK = x_desc.load([start_m, block * 128])
-            w_NK = w_desc.load([w_row, (w_block + block) * 128])
+            if column_step is None:
+                w_NK = w_desc.load([w_row, (w_block + block) * 128])
+            else:
+                w_NK = w_desc.load([w_row, expert * column_step + block * 128])
             if SWAP:
                 acc = tl.fma(tl.dot(w_NK, x_MK.T), scale_M[None, :], acc)
             else:
@@ -128,24 +140,28 @@ def grouped_fp8_gemm_triton(
     bias: Tensor | None = None,
     gluon: bool = True,
 ) -> Tensor:
-    """The launcher. N and K multiples of 128. x.scale with strides (1, room). `owner_O3`: of tiles of
-    `tile.rows` rows, without `tile` as `sort_by_expert` gives it. `gluon`: whether Gluon may run."""
+    """The launcher. N and K multiples of 16. x.scale with strides (1, room). `owner_O3`: of tiles of `tile.rows` rows,
+    without `tile` as `sort_by_expert` gives it. `gluon`: whether Gluon may run, which takes whole blocks only."""
     rows, depth = x.codes.shape
     experts = first_X1.numel() - 1
     columns = w.codes.shape[0] if turned else w.codes.shape[0] // experts
-    assert depth % BLOCK == 0 and columns % BLOCK == 0, f"grouped_fp8_gemm: {columns} x {depth} is not in whole blocks"
+    assert depth % ALIGNED == 0 and columns % ALIGNED == 0, f"grouped_fp8_gemm: {columns} x {depth}"
     assert w.codes.shape[1] == (experts * depth if turned else depth), f"grouped_fp8_gemm: {tuple(w.codes.shape)}"
     assert x.codes.is_contiguous() and w.codes.is_contiguous(), "grouped_fp8_gemm: codes must be contiguous"
     assert rows <= 1 or x.scale.stride(0) == 1, f"grouped_fp8_gemm: x.scale has strides {x.scale.stride()}"
     y_PN = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.codes.device)
     if rows == 0:
         return y_PN
-    blocks = depth // BLOCK
+    blocks = triton.cdiv(depth, BLOCK)
     steps = (0, blocks) if turned else (columns, 0)  # rows and blocks of w from one expert to the next
+    whole = depth % BLOCK == columns % BLOCK == 0
+    column_step, scale_step = (
+        (depth, 0) if turned else (0, triton.cdiv(columns, BLOCK))
+    )  # of w, and of its scales' rows
     tiles_of_owner = 0 if owner_O3 is None else 1
     if tile is None and owner_O3 is not None:
         owned = rows_of_tiles(rows, experts)
-        gluon &= bias is None
+        gluon &= bias is None and whole
         if gluon and owned == MANY_ROWS and _run_gluon(x, w, owner_O3, steps, y_PN):
             return y_PN
         tile, tiles_of_owner = OWNED[owned], owned // OWNED[owned].rows
@@ -160,6 +176,7 @@ def grouped_fp8_gemm_triton(
         *steps, w.scale.stride(0), w.scale.stride(1),
         EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         SWAP=tile.swap, STAGES=tile.stages, TILES=tiles_of_owner, bias_ptr=bias,
+        column_step=None if whole else column_step, scale_step=None if whole else scale_step,
         num_warps=8 if tile.rows >= 128 else 4,
         **options,
     )  # fmt: skip
@@ -218,9 +235,10 @@ def grouped_fp8_gemm(
     bias: Tensor | None = None,
     backend: BackendName = "emulated",
 ) -> Tensor:
-    """y [P, N] in BF16. x: codes [P, K], scale [P, K/128]; w: codes [X N, K] and scale [X N/128, K/128], or `turned`
-    [N, X K] and [N/128, X K/128]; first_X1: int32, rows of expert e are first[e] to first[e + 1]. `owner_O3`: as
-    `sort_by_expert` gives it; no bit depends on it. `bias`: [X N]. `backend`: of a CPU."""
+    """y [P, N] in BF16. x: codes [P, K], scale [P, ceil(K/128)]; w: codes [X N, K] and scale [X ceil(N/128),
+    ceil(K/128)], or `turned` [N, X K] and [ceil(N/128), X ceil(K/128)]; first_X1: int32, rows of expert e are
+    first[e] to first[e + 1]. `owner_O3`: as `sort_by_expert` gives it; no bit depends on it. `bias`: [X N].
+    `backend`: of a CPU."""
     if not x.codes.is_cuda:
         return grouped_fp8_gemm_reference(x, w, first_X1, turned=turned, bias=bias, backend=backend)
     return grouped_fp8_gemm_triton(x, w, first_X1, turned=turned, owner_O3=owner_O3, bias=bias)

@@ -40,10 +40,10 @@ UNLIKE = {"fp8": {"rollout": True, "train": True, "ignore": ["*.experts.*"]}}  #
 @pytest.mark.parametrize(
     ("sizes", "sections", "words"),
     [
-        ({"moe_intermediate_size": 1440}, {"fp8": {"rollout": True}}, "128; set fp8.ignore=['*.experts.*'],"),
-        ({"moe_intermediate_size": 64}, FP8, "a width of 64 (layers.0.mlp.experts.down_proj)"),
-        ({"hidden_size": 144, "moe_intermediate_size": 272}, FP8, "a width of 144 and 272 (layers.0.mlp."),
-        ({"moe_intermediate_size": 1444}, FP8, "multiples of 128; set cluster.device=cpu"),
+        ({"moe_intermediate_size": 1448}, {"fp8": {"rollout": True}}, "16; set fp8.ignore=['*.experts.*'],"),
+        ({"moe_intermediate_size": 72}, FP8, "a width of 72 (layers.0.mlp.experts.down_proj)"),
+        ({"hidden_size": 136, "moe_intermediate_size": 268}, FP8, "a width of 136 and 268 (layers.0.mlp."),
+        ({"moe_intermediate_size": 1444}, FP8, "multiples of 16; set cluster.device=cpu"),
         ({"moe_intermediate_size": 1444}, {}, "must be multiples of 8; set cluster.device=cpu"),
         ({"hidden_size": 100, "moe_intermediate_size": 40}, {}, "a width of 100 (layers.0.mlp.experts.gate_up_proj)"),
         ({"moe_intermediate_size": 1444}, UNLIKE, "a width of 1,444 (layers.0.mlp.experts.gate_up_proj) do not run on"),
@@ -59,8 +59,9 @@ def test_what_does_not_run_is_refused(sizes: dict[str, int], sections: dict[str,
     ("sizes", "sections"),
     [
         ({}, FP8),
-        ({"moe_intermediate_size": 1440}, {}),
-        ({"moe_intermediate_size": 1440}, UNLIKE),
+        ({"moe_intermediate_size": 1440}, FP8),
+        ({"moe_intermediate_size": 1448}, {}),
+        ({"moe_intermediate_size": 1448}, UNLIKE),
         ({"hidden_size": 104, "moe_intermediate_size": 40}, {}),
     ],
 )
@@ -69,11 +70,11 @@ def test_what_runs_is_not(sizes: dict[str, int], sections: dict[str, Any]) -> No
 
 
 def test_a_model_that_is_built_is_refused_in_the_words_of_the_check() -> None:
-    spec = spec_from_config(preset_config("tiny-moe") | {"moe_intermediate_size": 272})
+    spec = spec_from_config(preset_config("tiny-moe") | {"moe_intermediate_size": 264})
     policy = precision_policy(spec, Fp8Config(train=True))
     with pytest.raises(UserError) as refused:
         Decoder(spec, policy, "train", device="meta", backend="scaled_mm")
-    assert str(refused.value) == refusal({"moe_intermediate_size": 272}, **FP8)
+    assert str(refused.value) == refusal({"moe_intermediate_size": 264}, **FP8)
 
 
 def test_so_is_one_in_bf16() -> None:

@@ -83,3 +83,50 @@ def test_the_kernel_multiplies_by_turned_codes() -> None:
     dx_PK = grouped_fp8_gemm_triton(dy, turned, first_rows(load), SOME, turned=True)
     want_PK = grouped_fp8_gemm(dy, turned, first_rows(load), turned=True).float()
     assert ((dx_PK.float() - want_PK).norm(dim=1) <= 8e-3 * want_PK.norm(dim=1)).all()
+
+
+# ---------------------------------------------------------------- ragged last blocks
+
+RAGGED_N, RAGGED_K = 208, 336
+BIAS_STD = 3.0
+
+
+def ragged(load: tuple[int, ...], depth: int) -> tuple[Quantized, Quantized]:
+    """Each expert's blocks begin at its first row."""
+    generator = torch.Generator().manual_seed(len(load))
+    x_PK = torch.randn(sum(load), depth, generator=generator) * torch.logspace(-1, 1, depth)
+    w_XNK = torch.randn(len(load), RAGGED_N, RAGGED_K, generator=generator) * torch.logspace(-1, 1, RAGGED_K)
+    parts = [quantize_weight_reference(w_NK.bfloat16()) for w_NK in w_XNK]
+    w = Quantized(torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts]))
+    x = quantize_activation_reference(x_PK.bfloat16())
+    return Quantized(x.codes, x.scale.t().contiguous().t()), w
+
+
+@pytest.mark.parametrize("tile", [FEW, SOME, MANY])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_last_blocks_may_be_ragged_and_experts_may_have_biases(tile: Tile, with_bias: bool) -> None:
+    load = LOADS["ragged"]
+    first_X1 = first_rows(load)
+    generator = torch.Generator().manual_seed(3)
+    bias_N = (torch.randn(len(load) * RAGGED_N, generator=generator) * BIAS_STD).bfloat16() if with_bias else None
+    x, w = ragged(load, RAGGED_K)
+    want_PN = grouped_fp8_gemm(x, w, first_X1, bias=bias_N).float()
+    got_PN = grouped_fp8_gemm_triton(x, w, first_X1, tile, bias=bias_N)
+    assert ((got_PN.float() - want_PN).norm(dim=1) <= 8e-3 * want_PN.norm(dim=1)).all()
+    for expert, (start, stop) in enumerate(pairwise(first_X1.tolist())):
+        rows = slice(expert * RAGGED_N, (expert + 1) * RAGGED_N)
+        own = Quantized(w.codes[rows], w.scale[2 * expert : 2 * expert + 2])
+        y_Pn = fp8_gemm_nt(Quantized(x.codes[start:stop], x.scale[start:stop]), own, out_dtype=torch.float32)
+        assert torch.equal(want_PN[start:stop], (y_Pn if bias_N is None else y_Pn + bias_N[rows]).bfloat16().float())
+
+
+def test_ragged_codes_may_be_turned() -> None:
+    """The depth's last block reaches into the next expert's codes, which are multiplied by zeros."""
+    load = LOADS["ragged"]
+    dy, w = ragged(load, RAGGED_N)[0], ragged(load, RAGGED_K)[1]
+    turned = Quantized(w.codes.t().contiguous(), w.scale.t())
+    for tile in (FEW, SOME):
+        dx_PK = grouped_fp8_gemm_triton(dy, turned, first_rows(load), tile, turned=True)
+        want_PK = grouped_fp8_gemm(dy, turned, first_rows(load), turned=True).float()
+        assert dx_PK.shape == (sum(load), RAGGED_K)
+        assert ((dx_PK.float() - want_PK).norm(dim=1) <= 8e-3 * want_PK.norm(dim=1)).all()

@@ -299,15 +299,31 @@ def test_all_are_requantized_in_place() -> None:
     ours["plain"].requantize()
     ours["plain"].release_codes()
     ours["power"].codes_transposed = torch.zeros(160, 128, dtype=torch.float8_e4m3fn)
+    ours["ragged experts"].codes_transposed = torch.zeros(32, 216, dtype=torch.float8_e4m3fn)
     versions = [linear.codes._version for linear in ours.values()]
     requantize(ours)
     for linear in theirs.values():
         linear.requantize()
     assert_equal(ours, theirs)
-    assert torch.equal(ours["power"].codes_transposed.view(torch.uint8), ours["power"].codes.t().view(torch.uint8))
+    for name in ("power", "ragged experts"):
+        linear = ours[name]
+        assert linear.codes_transposed is not None
+        assert torch.equal(linear.codes_transposed.view(torch.uint8), linear.codes.t().view(torch.uint8))
     for linear, version in zip(ours.values(), versions, strict=True):
         linear.check_codes()
         assert linear.codes._version > version, "values that were decoded before are renewed"
+
+
+@pytest.mark.parametrize("rows", [80, 128])
+def test_freed_codes_of_experts_have_the_same_bytes_in_dgrads_orientation(rows: int) -> None:
+    """80: three experts' rows are no whole blocks, though all together would begin blocks elsewhere."""
+    linear = Float8StackedLinear(48, rows, 8, backend="triton")
+    linear.requantize()
+    held = linear.dgrad_operand()
+    linear.release_codes()
+    made = linear.dgrad_operand()
+    assert made.codes.shape == (48, 8 * rows) and torch.equal(made.scale, held.scale)
+    assert torch.equal(made.codes.view(torch.uint8), held.codes.view(torch.uint8))
 
 
 def test_rows_of_several_workers_make_the_whole() -> None:

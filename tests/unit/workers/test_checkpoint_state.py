@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from octetrl.config.schema import (
@@ -25,6 +26,7 @@ from octetrl.config.schema import (
     TrainerConfig,
 )
 from octetrl.models.families import spec_from_config
+from octetrl.models.hf_weights import save_from_shards
 from octetrl.models.row_shards import RowShards
 from octetrl.models.tensor_rows import cut_rows_of
 from octetrl.models.weight_files import SINGLE
@@ -38,7 +40,7 @@ from octetrl.trainer.peers import ALONE, Peers
 from octetrl.workers.worker import Worker
 from tests.grid import run_grid, smallest_shape
 from tests.objectives import objective
-from tests.parity.shapes import TINY
+from tests.parity.shapes import TINY, UNUSUAL
 from tests.parity.short_run import worker_of
 from tests.parity.sides import PRECISIONS
 from tests.saved_checkpoint import save_checkpoint
@@ -50,6 +52,7 @@ SPEC = replace(TINY["qwen3"], hidden_size=72, intermediate_size=200, vocab_size=
 MOE = spec_from_config(
     preset_config("tiny-mla-moe") | {"num_hidden_layers": 2, "moe_intermediate_size": 40, "vocab_size": 301}
 )
+OSS = replace(UNUSUAL["gpt-oss"], vocab_size=301, intermediate_size=48)  # as its experts have
 SHARED = smallest_shape("qwen3", 2)
 PARTS = "parts"  # where workers write their files before they are those of a checkpoint
 ALGORITHMS: dict[str, dict[str, Any]] = {  # else SFT
@@ -60,7 +63,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {  # else SFT
 
 
 def worker(peers: Peers, kind: str) -> Worker:
-    """`kind`: an algorithm, a precision, `lora` or `moe`. After `shared` of workers that share a model."""
+    """`kind`: an algorithm, a precision, `lora`, `moe` or `gpt-oss`. After `shared` of workers that share a model."""
     of_group, _, what = kind.rpartition(" ")
     recipe = Recipe(
         model=ModelConfig(
@@ -81,7 +84,8 @@ def worker(peers: Peers, kind: str) -> Worker:
         engine=EngineConfig(kv_cache_tokens=1 << 12, max_batch=4),
         steps=9,
     )
-    one = worker_of(recipe, SHARED if of_group else MOE if what == "moe" else SPEC, "cpu", peers)
+    spec = {"moe": MOE, "gpt-oss": OSS}.get(what, SHARED if of_group else SPEC)
+    one = worker_of(recipe, spec, "cpu", peers)
     if one.needs_calibration:
         one.calibrate([[1, 2, 3, 4]])
     return one
@@ -246,3 +250,19 @@ def test_the_same_groups_go_on_and_one_worker_has_the_same_state(what: str, tmp_
     path = save(tmp_path / "alone", [alone])
     for rank, (state, *_) in enumerate(run_grid(1, 2, partial(resumed, path, kind))):
         assert_parts_of(whole, state, rank, lora)
+
+
+def test_one_worker_saves_its_own_rows_where_files_would_be_copies(tmp_path: Path) -> None:
+    """gpt-oss's matrices of experts are turned in its files; the export turns them, a shard at a time."""
+    one = trained("gpt-oss", ALONE)
+    before = owned(one)
+    path = save(tmp_path, [one])
+    assert not (path / SINGLE).exists()
+    loaded, _, _ = resumed(path, "gpt-oss", ALONE)
+    same(loaded, before)
+    shards = RowShards.find(path)
+    assert shards is not None
+    save_from_shards(shards, tmp_path / "export")
+    turned = load_file(tmp_path / "export" / SINGLE)["model.layers.1.mlp.experts.down_proj"]
+    ours = one.trainer_model.get_parameter("layers.1.mlp.experts.down_proj.weight").detach()
+    assert torch.equal(turned.mT.flatten(0, 1), ours)

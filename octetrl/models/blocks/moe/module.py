@@ -151,8 +151,8 @@ class MixtureOfExperts(Block):
         super().__init__(builder)
         self.num_experts = layout.routing.num_experts
         self.activation = CLAMPED if layout.clamped else SILU
-        size, common = builder.spec.hidden_size, {"dtype": builder.dtype, "device": builder.device}
-        self.gate = Router(layout.routing, size, layout.has_biases, **common)
+        size = builder.spec.hidden_size
+        self.gate = Router(layout.routing, size, layout.has_biases, dtype=builder.dtype, device=builder.device)
         self.experts = Experts(builder)
         self.shared_experts: MLP | None = None
         if layout.shared_size:

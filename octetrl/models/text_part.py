@@ -1,0 +1,56 @@
+"""Reads and writes a config.json whose model is the text's part of one that also reads images. No torch.
+
+Models of Qwen3-VL and Qwen3.5 are published so: their config.json has the decoder's as `text_config`, and `text_of`
+returns it. Images are not read here. Text has one position a token, for which RoPE by sections is RoPE.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octetrl.models.family import FAMILIES, Family
+from octetrl.system.errors import UserError
+from octetrl.system.json_file import JsonObject
+
+TEXT = "text_config"
+OUTER_ENDING = "ForConditionalGeneration"  # of the architecture that has the model as `text_config`
+
+
+def outer_family(config: JsonObject) -> Family | None:
+    """The family of the `text_config` of this config.json; None: it has no such one."""
+    named = config.texts("architectures")
+    for family in FAMILIES.values():
+        if family.outer is None:
+            continue
+        if f"{family.class_name}{OUTER_ENDING}" in named or (not named and config.text("model_type") == family.outer):
+            return family
+    return None
+
+
+def text_of(config: JsonObject, *, scalar: bool) -> JsonObject:
+    """The content of `text_config`, with what only the config.json around it says. UserError: for a scalar head."""
+    if scalar:
+        raise UserError("a model that reads images too has no scalar head here; give a folder of its text model alone")
+    text = dict(config.object(TEXT))
+    for key in ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype"):
+        if config.get(key) is not None:
+            text[key] = config[key]
+    return JsonObject(text, config.where)
+
+
+def outer_config(config: JsonObject) -> str:
+    """The config.json around a `text_config`, for `with_outer`."""
+    return json.dumps(config.values_by_key, sort_keys=True)
+
+
+def with_outer(text: Mapping[str, Any], outer: str) -> dict[str, Any]:
+    """The config.json of an export: `text` in place of what it had."""
+    content: dict[str, Any] = json.loads(outer)
+    before: dict[str, Any] = content.get(TEXT, {})
+    has_rope = "rope_parameters" in before or "rope_scaling" in before  # with what images need of it
+    kept = {"architectures", *(("rope_theta", "rope_scaling") if has_rope else ())}
+    own = {key: value for key, value in text.items() if key not in kept}
+    shared = {key: text[key] for key in ("tie_word_embeddings", "torch_dtype")}
+    return {**content, **shared, TEXT: {**before, **own}}
