@@ -53,8 +53,9 @@ fmt: $(READY)  ## rewrite the code as ruff formats it
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-schema: $(READY)  ## rewrite recipes/recipe.schema.json and octetrl/api/fields.py, which editors read, from the recipe's schema
+schema: $(READY)  ## rewrite recipes/recipe.schema.json and octetrl/api/fields.py, which editors read, and the table of families in docs/models.md
 	$(PYTHON) -m octetrl.config.recipe_page
+	$(PYTHON) -m lab.families_page
 
 docs: $(READY)  ## build the site of docs/ into build/site/; a warning is an error
 	$(PYTHON) -m sphinx --quiet --fail-on-warning --keep-going -b html -d build/doctrees docs build/site

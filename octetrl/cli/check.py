@@ -45,7 +45,7 @@ from octetrl.data.rows import read_rows
 from octetrl.data.tasks import SAMPLING
 from octetrl.endpoint import lacking
 from octetrl.environments.python_object import search_beside
-from octetrl.fp8.parity import refused_gate, why_measured, why_no_fixed_order
+from octetrl.fp8.parity import PROVEN, refused_gate, why_measured, why_no_fixed_order
 from octetrl.fp8.policy import LinearFormat, PrecisionPolicy, Side, precision_policy, tokens_that_pay
 from octetrl.fp8.slow_paths import slow_paths
 from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
@@ -376,11 +376,12 @@ def _parity(recipe: Recipe, policy: PrecisionPolicy, device: Device) -> Iterator
         yield "speculation", f"{speculation.name}, {most}; answers keep their bits"
         if not recipe.logging.rollouts:
             yield "", "logging.rollouts is false, so a resumed run makes no drafts from the answers of earlier steps"
-        if device.on_gpu and why_no_fixed_order(recipe, policy, "rollout") is not None:
+        unproven = policy.modules_of not in (None, *PROVEN)
+        if unproven or (device.on_gpu and why_no_fixed_order(recipe, policy, "rollout") is not None):
             yield (
                 "warning",
-                "engine.speculation may change answers: without the fused kernels of a GPU a row's bits may depend on"
-                " the number of rows; take model.dtype bfloat16, or engine.speculation.name none",
+                "engine.speculation may change answers, because here a row's bits may depend on the number of rows;"
+                " take model.dtype bfloat16, or engine.speculation.name none",
             )
 
 

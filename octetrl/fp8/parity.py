@@ -41,26 +41,19 @@ def why_measured(
         return "training does not see the FP8 cache (fp8.kv_replay: false)"
     if recipe.engine.prefix_cache == "keep":
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
-    if on_gpu:
-        return why_untested(capability) or why_no_fixed_order(recipe, policy, "train")
-    return _why_unproven(policy)
+    if policy.modules_of not in (None, *PROVEN):
+        return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)"
+    return (why_untested(capability) or why_no_fixed_order(recipe, policy, "train")) if on_gpu else None
 
 
 def why_no_fixed_order(recipe: Recipe, policy: PrecisionPolicy, side: Side) -> str | None:
     """Why a row's bits may depend on the other rows of a forward on a GPU. None if all its sums have one order."""
-    if policy.modules_of is not None:
-        return _why_unproven(policy)
     if recipe.model.dtype != "bfloat16":
         return f"the fused kernels of a GPU are for BF16 (model.dtype: {recipe.model.dtype})"
     if recipe.fp8.is_emulated is True and policy.uses_fp8(side):
         name, why = ("MXFP8", "fp8.format: mxfp8") if policy.mx else ("emulated FP8", "fp8.emulate: true")
         return f"{name} has no fused kernels on a GPU ({why})"
     return None
-
-
-def _why_unproven(policy: PrecisionPolicy) -> str | None:
-    unproven = policy.modules_of not in (None, *PROVEN)
-    return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)" if unproven else None
 
 
 def refused_gate(

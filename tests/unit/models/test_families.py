@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from lab import families_page
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import kv_bytes_per_token
 from octetrl.config.rules_shape import spec_problems
+from octetrl.fp8.parity import PROVEN
 from octetrl.fp8.policy import precision_policy
 from octetrl.layers.tensor_group import ONE_WORKER
 from octetrl.models.blocks.mla.layout import LatentAttentionLayout
@@ -354,3 +356,9 @@ def test_end_of_text_comes_from_the_generation_config(tmp_path: Path) -> None:
 def test_reading_a_spec_needs_no_torch() -> None:
     code = "import sys, octetrl.models.families; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_of_models_has_every_family_as_it_is() -> None:
+    page = families_page.PAGE.read_text(encoding="utf-8")
+    assert families_page.with_table(page) == page
+    assert families_page.KNOWN.keys() == {*FAMILIES, *PROVEN}
