@@ -4,6 +4,7 @@ whatever is kept and whichever projections have adapters. On a GPU: tests/gpu/."
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,7 +26,7 @@ from octetrl.models.blocks.moe.layout import GatedMixtureLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import rollout_forward
 from octetrl.shapes.spec import ModelSpec
-from tests.parity.shapes import DELTA, TINY
+from tests.parity.shapes import DELTA, TINY, UNUSUAL
 from tests.parity.sides import PRECISIONS, Pages, Sides, random_sequences
 from tests.unit.models.test_blocks import FP8, MIXED
 from tests.unit.models.test_mla import NAMED, SPECS
@@ -33,6 +34,7 @@ from tests.unit.models.test_moe import SIGMOID, spec_of
 from tests.unit.models.tiny_families import made
 
 LENGTHS = (20, 1, 70)
+SINKS = replace(UNUSUAL["gpt-oss"], qkv_bias=False, o_bias=False)  # modules of a CPU round a bias with its product
 BF16, DYNAMIC = PRECISIONS["bf16"], PRECISIONS["fp8_dynamic"]
 CACHE = Fp8Config(kv_cache="dynamic")  # linears in BF16
 IN_PART = Fp8Config(rollout=True, train=True, ignore=("*.down_proj",))
@@ -76,6 +78,8 @@ def train(model: Decoder, keep: training_forward.Keep | None, kv_mode: str) -> t
         (TINY["qwen2.5"], BF16, ATTENTION),
         (TINY["qwen2.5"], FP8, ALL),
         (TINY["qwen2.5"], IN_PART, MLP),
+        (UNUSUAL["gpt-oss"], BF16, None),
+        (SINKS, FP8, ALL),
         (SPECS["direct"], BF16, None),
         (SPECS["direct"], BF16, NAMED),
         (SPECS["low_rank"], CACHE, NAMED),  # its limit is less than what latents before their quantiser make, 0.04
@@ -116,6 +120,8 @@ def test_the_trainers_forms_agree(spec: ModelSpec, fp8: Fp8Config, lora: LoraCon
         (SPECS["mixed"], "powers", None),
         (DELTA["delta"], "fp8_full", None),
         (DELTA["grouped delta"], "bf16", ALL),
+        (SINKS, "bf16", None),
+        (SINKS, "fp8_full", None),
     ],
 )
 def test_the_rollouts_form_has_the_bits_of_the_modules_and_of_the_trainer(
