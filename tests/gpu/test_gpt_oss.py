@@ -22,6 +22,7 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import grouped_bf16_gemm, grouped_bi
 from octetrl.kernels.gemm.grouped_fp8_gemm import FEW, FP8_MANY, MANY, SOME, grouped_fp8_gemm, grouped_fp8_gemm_triton
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.kernels.quantize.quantize_weight import quantize_weight
+from octetrl.kernels.rows.add_rms_norm import add_rms_norm, add_rms_norm_both
 from octetrl.kernels.rows.clamped_glu import (
     clamped_glu,
     clamped_glu_backward,
@@ -29,6 +30,10 @@ from octetrl.kernels.rows.clamped_glu import (
     clamped_glu_quantize,
     clamped_glu_reference,
 )
+from octetrl.kernels.rows.combine_experts import ExpertSum, combine_experts
+from octetrl.kernels.rows.gather_codes import gather_codes
+from octetrl.kernels.rows.sort_and_gather import sort_and_gather
+from octetrl.kernels.rows.sort_by_expert import sort_by_expert
 from octetrl.layers.stacked import Float8StackedLinear, group_rows
 from octetrl.models.blocks.attention.layout import AttentionLayout
 from octetrl.models.blocks.moe.layout import GptOssMixtureLayout, Routing
@@ -153,6 +158,26 @@ def test_biases_are_added_before_the_rounding_with_owners_too(tokens: int) -> No
     parts = in_bf16.float().split(groups.load_X.tolist())
     want_N = torch.cat([part.sum(0) for part in parts])
     torch.testing.assert_close(dbias_N.float(), want_N, rtol=1e-2, atol=0.5)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_rows_of_22_blocks_and_a_half_have_the_bytes_of_the_separate_ops(tokens: int) -> None:
+    """Of the norm that adds up experts, and of what sorts and gathers codes."""
+    rows_PE, weight_E, residual_TE = (
+        random_matrix(4 * tokens, K, 1),
+        random_matrix(1, K, 2)[0],
+        random_matrix(tokens, K, 3),
+    )
+    weight_TS, row_TS = torch.rand(tokens, 4, device="cuda"), torch.randperm(4 * tokens, device="cuda").view(tokens, 4)
+    delta_TE = combine_experts(rows_PE, weight_TS, row_TS, None)
+    hidden_TE, values_TE = add_rms_norm(delta_TE, residual_TE.clone(), weight_E, 1e-5, quantize=False)
+    codes = quantize_activation(values_TE, True)
+    both = add_rms_norm_both(ExpertSum(rows_PE, weight_TS, row_TS, None), residual_TE, weight_E, 1e-5, True)
+    assert not differing(both, (hidden_TE, values_TE, codes))
+    expert_TS = torch.rand(tokens, 32, device="cuda").topk(4).indices.sort(1).values
+    want = sort_by_expert(expert_TS, 32)
+    found, gathered = sort_and_gather(expert_TS, 32, codes)
+    assert not differing((*found, gathered), (*want, gather_codes(codes, want.token_P)))
 
 
 @pytest.mark.parametrize("size", [2880, 240, 1024])
