@@ -132,6 +132,8 @@ def _chunks_backward_kernel(
         dq_JK = tl.zeros([ROWS, BLOCK_K], tl.float32)
         dk_JK = tl.zeros([ROWS, BLOCK_K], tl.float32)
         dtype: tl.constexpr = k_ptr.dtype.element_ty
+        kk_JJ = tl.dot(k_JK, tl.trans(k_JK))
+        qk_JJ = tl.dot(q_JK, tl.trans(k_JK))
         for member in tl.range(GROUP, num_stages=1):
             head = key_head * GROUP + member
             at = number.to(tl.int64) * HEADS + head
@@ -143,6 +145,7 @@ def _chunks_backward_kernel(
             ep_JJ = tl.zeros([ROWS, ROWS], tl.float32)
             m_JJ = tl.zeros([ROWS, ROWS], tl.float32)
             dgamma_J = tl.zeros([ROWS], tl.float32)
+            h_J = tl.zeros([ROWS], tl.float32)  # taken from this row's Gamma, and added to the last one's
             dbeta_J = tl.zeros([ROWS], tl.float32)
             for part in tl.range(SLICES, num_stages=1):
                 column_S = part * WIDTH + tl.arange(0, WIDTH)
@@ -160,11 +163,11 @@ def _chunks_backward_kernel(
                 dq_JK += dos_JK
                 dxs_JK = (-beta_J * weight_J)[:, None] * tl.dot(dx_JS, s_SK)
                 wds_JK = rest_J[:, None] * tl.dot(d_JS, ds_SK)
-                h_J = tl.sum(wds_JK * k_JK.to(tl.float32), 1)
-                dgamma_J += tl.sum(dxs_JK * k_JK.to(tl.float32), 1) - h_J
+                h_J += tl.sum(wds_JK * k_JK.to(tl.float32), 1)
+                dgamma_J += tl.sum(dxs_JK * k_JK.to(tl.float32), 1)
                 dk_JK += dxs_JK + wds_JK
                 both = tl.sum(tl.sum(s_SK.to(tl.float32) * ds_SK.to(tl.float32), 1), 0)
-                dgamma_J += tl.where(row_J == ROWS - 1, tl.sum(h_J, 0) + tl.exp(last) * both, 0.0)
+                dgamma_J += tl.where(row_J == ROWS - 1, tl.exp(last) * both, 0.0)
                 dx_JS = dx_JS.to(tl.float32)
                 value_JS = (token_J * HEADS + head)[:, None] * VALUE_SIZE + column_S[None, :]
                 inside_JS = is_new_J[:, None] & (column_S < VALUE_SIZE)[None, :]
@@ -174,17 +177,17 @@ def _chunks_backward_kernel(
             decay_JJ = tl.exp(tl.minimum(gamma_J[:, None] - gamma_J[None, :], 0.0))
             ep_JJ = tl.where(row_J[None, :] <= row_J[:, None], decay_JJ * ep_JJ, 0.0)
             m_JJ = tl.where(row_J[None, :] < row_J[:, None], -(beta_J[:, None] * decay_JJ) * m_JJ, 0.0)
-            both_JJ = ep_JJ * tl.dot(q_JK, tl.trans(k_JK)) + m_JJ * tl.dot(k_JK, tl.trans(k_JK))
+            both_JJ = ep_JJ * qk_JJ + m_JJ * kk_JJ
             dgamma_J += tl.sum(both_JJ, 1) - tl.sum(both_JJ, 0)
-            ep_JJ, m_JJ = ep_JJ.to(dtype), m_JJ.to(dtype)
-            dq_JK = tl.dot(ep_JJ, k_JK, dq_JK)
-            dk_JK = tl.dot(tl.trans(ep_JJ), q_JK, dk_JK)
-            dk_JK = tl.dot(m_JJ, k_JK, dk_JK)
-            dk_JK = tl.dot(tl.trans(m_JJ), k_JK, dk_JK)
+            ep_JJ = ep_JJ.to(dtype)
+            dq_JK += tl.dot(ep_JJ, k_JK)
+            dk_JK += tl.dot(tl.trans(ep_JJ), q_JK)
+            dk_JK += tl.dot((m_JJ + tl.trans(m_JJ)).to(dtype), k_JK)
             dbeta_J = tl.where(beta_J > 0.0, dbeta_J / tl.where(beta_J > 0.0, beta_J, 1.0), 0.0)
             of_head_J = token_J * HEADS + head
             tl.store(dbeta_ptr + of_head_J, dbeta_J, mask=is_new_J)
-            tl.store(dg_ptr + of_head_J, tl.cumsum(dgamma_J, 0, reverse=True), mask=is_new_J)
+            dg_J = tl.sum(tl.where(row_J[None, :] >= row_J[:, None], dgamma_J[None, :], h_J[None, :]), 1)
+            tl.store(dg_ptr + of_head_J, dg_J, mask=is_new_J)
         key_JK = (token_J * KEY_HEADS + key_head)[:, None] * KEY_SIZE + d_K[None, :]
         inside_JK = is_new_J[:, None] & (d_K < KEY_SIZE)[None, :]
         tl.store(dq_ptr + key_JK, dq_JK.to(dtype), mask=inside_JK)

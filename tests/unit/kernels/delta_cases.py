@@ -42,7 +42,7 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds:
     starts, rows = set(bounds.tolist()), []
     for t in range(int(bounds[-1])):
         if t in starts:
-            s_HVK = torch.zeros(*v.shape[1:], k.shape[2], dtype=torch.float64)
+            s_HVK = torch.zeros(*v.shape[1:], k.shape[2], dtype=torch.float64, device=v.device)
         s_HVK = g[t].exp()[:, None, None] * s_HVK
         d_HV = beta[t, :, None] * (v[t] - (s_HVK @ k[t, ..., None])[..., 0])
         s_HVK = s_HVK + d_HV[..., None] * k[t, :, None]

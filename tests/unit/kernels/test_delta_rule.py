@@ -20,6 +20,7 @@ from octetrl.kernels.delta_rule.delta_rule_packed import (
     delta_rule_packed,
     delta_rule_packed_backward_reference,
     delta_rule_packed_reference,
+    delta_rule_packed_triton,
 )
 from octetrl.kernels.delta_rule.delta_rule_packed_backward import delta_rule_packed_backward_triton
 from octetrl.kernels.delta_rule.delta_rule_reference import load_slots
@@ -165,35 +166,42 @@ def _error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("rounded_to_nearest")
-def test_kernels_are_the_references_in_pieces_decode_and_training() -> None:
-    lengths = (66, 1, 65)
-    bounds, inputs = bounds_of(*lengths), delta_inputs(sum(lengths), FEW, torch.bfloat16)
+def test_training_kernels_are_near_the_references() -> None:
+    bounds, inputs = bounds_of(66, 1, 5), delta_inputs(72, FEW, torch.bfloat16)
     q, k, v, g, beta = inputs
-    chunks = delta_rule_chunks(q, k, g, beta, bounds, FEW)
-    whole, kept = delta_rule_rows(q, k, v, beta, bounds, chunks, FEW, keep=True)
-    assert _error(whole, delta_rule_packed_reference(*inputs, bounds)) < 1e-3
     do = torch.randn(v.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+    chunks = delta_rule_chunks(q, k, g, beta, bounds, FEW)
+    out, kept = delta_rule_rows(q, k, v, beta, bounds, chunks, FEW, keep=True)
     assert kept is not None
-    got = delta_rule_packed_backward_triton(do, *inputs, bounds, FEW, chunks, kept)
-    for gradient, want in zip(got, delta_rule_packed_backward_reference(do, *inputs, bounds), strict=True):
+    gradients = delta_rule_packed_backward_triton(do, *inputs, bounds, FEW, chunks, kept)
+    assert torch.equal(delta_rule_packed_triton(*inputs, bounds), out)
+    assert _error(out, delta_rule_packed_reference(*inputs, bounds)) < 1e-3
+    for gradient, want in zip(gradients, delta_rule_packed_backward_reference(do, *inputs, bounds), strict=True):
         assert _error(gradient, want) < 0.01
 
-    state, states = poisoned_state(4, torch.bfloat16, FEW), poisoned_state(4, torch.bfloat16, FEW)
-    calls = (
-        ([0, 0, 0], [61, 0, 63], False),
-        ([61, 0, 63], [3, 1, 1], True),  # three rows, as with drafts
-        ([64, 1, 64], [1, 0, 1], True),  # a chunk enters the state
-        ([65, 1, 65], [1, 0, 0], False),
-    )
-    for firsts, counts, one_chunk in calls:
-        token_N = torch.cat(
-            [torch.arange(b + a, b + a + n) for b, a, n in zip(bounds.tolist(), firsts, counts, strict=False)]
-        )
-        rows, some = _rows(firsts, counts, [2, 0, 3], one_chunk), [x[token_N] for x in inputs]
-        assert _error(delta_rule_slots_triton(*some, rows, state), whole[token_N]) < 1e-3
-        delta_rule_slots_reference(*some, rows, states)
-    assert torch.equal(state.chunk, states.chunk)
-    ours, theirs = (load_slots(x, torch.tensor([2, 3])) for x in (state, states))
-    assert _error(ours.s, theirs.s) < 1e-3
+
+@pytest.mark.usefixtures("rounded_to_nearest")
+@pytest.mark.parametrize(
+    ("firsts", "counts", "one_chunk", "shape"),
+    [
+        ([60, 0, 64], [6, 0, 2], False, FEW),  # pieces: one ends a chunk, one starts one
+        ([60, 0, 64], [3, 1, 1], True, FEW),  # decode, with drafts; a chunk enters the state
+        ([70, 0, 64], [1, 1, 1], True, DeltaShape(1, 2, 128, 128)),
+    ],
+)
+def test_kernels_of_slots_are_near_the_references(
+    firsts: list[int], counts: list[int], one_chunk: bool, shape: DeltaShape
+) -> None:
+    inputs, slots = delta_inputs(200, shape, torch.bfloat16), [2, 0, 3]
+    theirs = poisoned_state(4, torch.bfloat16, shape)
+    before = sum(firsts)
+    delta_rule_slots_reference(*(x[:before] for x in inputs), _rows([0, 0, 0], firsts, slots), theirs)
+    ours = DeltaState(*(kept.clone() for kept in theirs))
+    rows = [x[before : before + sum(counts)] for x in inputs]
+    got = delta_rule_slots_triton(*rows, _rows(firsts, counts, slots, one_chunk), ours)
+    assert _error(got, delta_rule_slots_reference(*rows, _rows(firsts, counts, slots), theirs)) < 1e-3
+    assert torch.equal(ours.chunk[2:], theirs.chunk[2:])
+    mine, exact = (load_slots(x, torch.tensor([2, 3])) for x in (ours, theirs))
+    assert _error(mine.s, exact.s) < 1e-3
     for name in ("k", "d", "gamma"):
-        assert _error(getattr(ours, name)[:, :, :1], getattr(theirs, name)[:, :, :1]) < 1e-3
+        assert _error(getattr(mine, name)[:, :, :1], getattr(exact, name)[:, :, :1]) < 1e-3
