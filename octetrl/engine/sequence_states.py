@@ -97,7 +97,7 @@ class StateRunner(ModelRunner):
         slot_B, decodes = self._chunk_slots, self._chunk_slots is None
         if slot_B is None:
             row_B = self._rows.active_R[: len(token_T)]
-            slot_B = torch.where(row_B == self._max_batch, IDLE, row_B)
+            slot_B = row_B.masked_fill(row_B == self._max_batch, IDLE)
         context = self._slots.slots_of(context, slot_B, one_chunk=decodes)
         return super()._forward(token_T, position_T, context, counts=counts)
 

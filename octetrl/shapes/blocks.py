@@ -22,6 +22,9 @@ The layout is a subclass of `BlockLayout`. `ModelSpec.blocks` holds the layouts 
     trainer/forward.py          the largest magnitudes that training observes
     config/memory.py            the cache's bytes per token
 
+`state_bytes` is what a sequence keeps besides, whatever its length: the state of linear attention. Its slots are those
+of engine/sequence_states.py.
+
 `models/build_blocks.py` says which module a layout builds.
 """
 
