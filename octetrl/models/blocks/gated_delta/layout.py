@@ -16,7 +16,7 @@ from octetrl.shapes.blocks import (
     TrainedAs,
     VectorLayout,
 )
-from octetrl.shapes.delta_rule import DeltaShape
+from octetrl.shapes.delta_rule import CHUNK, DeltaShape
 from octetrl.shapes.sizes import ModelSizes
 
 FIRST_DECAY = -2.0  # A_log of a new model: with dt_bias 1, a token keeps about 0.84 of the state
@@ -66,16 +66,19 @@ class GatedDeltaLayout(BlockLayout):
         return self.shape.value_heads * self.shape.value_size
 
     def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
-        """Saved: what the projections give. Costly: the rule's output. The backward's peak has q, k, v, the gradients
-        of all these, and the rule's own in float32, an upper bound."""
+        """Saved: what the projections give. Costly: the rule's output. The backward's peak, in the rule, has q, k, v,
+        their gradients and those of qkv, four tensors like v, and for each chunk its state, the state's gradient and
+        three tiles of a row for each of its rows (kernels/delta_rule/delta_rule_packed_backward.py)."""
         b, channels, values = how.value_bytes, self.shape.channels, self.value_width
         small = 4 * 4 * self.shape.value_heads  # b, a, and their gradients
         weights = 0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec))
         saved = b * (channels + values) + small
+        chunks = 2 * values * self.shape.key_size / CHUNK + 3 * self.shape.value_heads * CHUNK
         return BlockMemory(
             saved=saved,
             costly=b * values,
-            peaks=(Peak(b * spec.hidden_size + saved + (2 * b + 4) * (channels + values), weights),),
+            made_with_costly=b * channels + small / 2,
+            peaks=(Peak(b * spec.hidden_size + saved + b * (3 * channels + 4 * values + chunks), weights),),
             of_weights=weights,
         )
 
