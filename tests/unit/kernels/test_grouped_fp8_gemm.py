@@ -102,8 +102,7 @@ def ragged(load: tuple[int, ...], depth: int) -> tuple[Quantized, Quantized]:
     return Quantized(x.codes, x.scale.t().contiguous().t()), w
 
 
-@pytest.mark.parametrize("tile", [FEW, SOME, MANY])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("tile", "with_bias"), [(FEW, True), (SOME, False), (MANY, True)])
 def test_last_blocks_may_be_ragged_and_experts_may_have_biases(tile: Tile, with_bias: bool) -> None:
     load = LOADS["ragged"]
     first_X1 = first_rows(load)
