@@ -83,7 +83,10 @@ class _ConvHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*conv_heads_backward(*gradients, *ctx.saved_tensors, *ctx.settings), None, None, None)
+        dq, dk, dv = gradients
+        x_TC, weight_C4, cu_seqlens_B1 = ctx.saved_tensors
+        found = conv_heads_backward(dq, dk, dv, x_TC, weight_C4, cu_seqlens_B1, *ctx.settings)
+        return (*found, None, None, None)
 
 
 def conv_heads_backward(
@@ -298,7 +301,8 @@ def conv_heads_triton(
     num_tokens, num_sequences = len(x_TC), len(cu_seqlens_B1) - 1
     out = torch.empty(num_tokens * shape.channels, dtype=x_TC.dtype, device=x_TC.device)
     options, sizes = {"enable_fp_fusion": False} if x_TC.is_cuda else {}, _sizes(shape)
-    slots, conv_rows, at_once = (None, None, None), 1, False
+    slots: tuple[Tensor | None, ...] = (None, None, None)
+    conv_rows, at_once = 1, False
     if rows is not None and state is not None:
         slots, conv_rows = (rows.slot_B, rows.first_position_B, state.conv), state.conv.shape[1]
         at_once = rows.max_seqlen <= conv_rows - (shape.taps - 1)  # no row is written that another one reads

@@ -87,7 +87,9 @@ class _DeltaRulePacked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*delta_rule_packed_backward(gradients[0], *ctx.saved_tensors, ctx.max_seqlen), None, None)
+        q, k, v, g, beta, cu_seqlens_B1 = ctx.saved_tensors
+        found = delta_rule_packed_backward(gradients[0], q, k, v, g, beta, cu_seqlens_B1, ctx.max_seqlen)
+        return (*found, None, None)
 
 
 # ---------------------------------------------------------------- plain torch

@@ -68,6 +68,7 @@ class Kept(NamedTuple):
 def shape_of(k: Tensor, v: Tensor) -> DeltaShape:
     """Of [T, G, K] and [T, H, V], which the kernels need contiguous."""
     assert k.is_contiguous() and v.is_contiguous(), "delta_rule: q, k and v must be contiguous"
+    assert max(k.numel(), v.numel()) < 2**31, f"delta_rule: {len(v)} tokens are more than 32 bits can address"
     return DeltaShape(k.shape[1], v.shape[1], k.shape[2], v.shape[2])
 
 

@@ -200,7 +200,7 @@ def delta_rule_rows(
         "HEADS": shape.value_heads, "KEY_HEADS": shape.key_heads, "KEY_SIZE": shape.key_size,
         "BLOCK_K": key_block(shape.key_size), "SLICES": shape.slices,
     }  # fmt: skip
-    slots = (None,) * 8
+    slots: tuple[Tensor | None, ...] = (None,) * 8
     if rows is not None and state is not None:
         slots = (rows.slot_B, rows.first_position_B, *state[:6])
     options = {"enable_fp_fusion": False} if q.is_cuda else {}

@@ -157,7 +157,8 @@ class _GatedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (*gated_rms_norm_backward(gradients[0], *ctx.saved_tensors, ctx.eps), None)
+        o_THV, z_THV, weight_V = ctx.saved_tensors
+        return (*gated_rms_norm_backward(gradients[0], o_THV, z_THV, weight_V, ctx.eps), None)
 
 
 def gated_rms_norm_backward(
