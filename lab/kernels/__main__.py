@@ -1,6 +1,6 @@
 """Times the package's kernels on a Hopper GPU, and chooses the kernels of decoding's GEMMs.
 
-    python -m lab.kernels attention|break_even|experts|gather|gemm|quantize|rows [--out FOLDER]
+    python -m lab.kernels attention|break_even|delta_rule|experts|gather|gemm|quantize|rows [--out FOLDER]
     python -m lab.kernels gemm --tune [--shapes qwen3-8b,llama-3.1-8b] [--m 1,8,16,32]
 
 Each name is a module of this folder; its docstring says what is timed. Leaves `lab/results/kernels_NAME.json`. The bits
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from lab.kernels import attention, break_even, experts, gather, gemm, quantize, rows
+from lab.kernels import attention, break_even, delta_rule, experts, gather, gemm, quantize, rows
 from lab.kernels.clock import Row
 from lab.record import RESULTS, need_hopper, show, write_result
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "attention": attention.measure,
     "break_even": break_even.measure,
+    "delta_rule": delta_rule.measure,
     "experts": experts.measure,
     "gather": gather.measure,
     "gemm": gemm.measure,
