@@ -72,7 +72,10 @@ def make_run(
     shape = {"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     spec = spec_from_config(preset_config(preset) | shape)
     model = Decoder(spec, full_precision(spec), "train", device="cuda" if torch.cuda.is_available() else "cpu")
-    model.random_init(1)
+    with torch.no_grad():  # drawn where they are: billions of numbers from one core take minutes
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
     save_weights(model, folder)
     del model
     (folder / "tasks.jsonl").write_text('{"prompt": "?", "answer": "!"}\n')  # a run has some; ours come from `Slow`
