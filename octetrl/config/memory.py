@@ -202,7 +202,8 @@ def estimate_memory(
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
     if state := spec.state_bytes(weight_bytes):
-        slots = state_slots(recipe.engine.max_batch)
+        places = recipe.engine.max_batch  # on a CPU a slot takes memory when it is first written
+        slots = state_slots(places if on_gpu else min(recipe.most_answers, places))
         parts.append(MemoryPart(STATES, slots * state, f"{slots} of {binary_size(state)}", "generating"))
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     takes_turns = on_gpu and recipe.engine.release_for_training
