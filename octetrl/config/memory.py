@@ -84,6 +84,7 @@ _TRAINED = {"frozen": False}
 CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_states.py)
+ONE_TURN = {"reasoning_gym", "math", "jsonl", "code"}  # kinds of environments without tools
 CACHE = "KV cache"  # name of its part
 STATES = "sequence states"
 RETURNING = "FP8 codes"  # name of the part that is freed and quantised again in an update
@@ -314,7 +315,7 @@ def _activations(
 ) -> list[MemoryPart]:
     """where: frozen, whether lm_head and the norms are not trained; on_gpu."""
     trainer, frozen = recipe.trainer, where["frozen"]
-    tokens, keep = trainer.tokens_per_micro_batch, trainer.activation_checkpointing
+    tokens, keep = micro_batch_tokens(recipe), trainer.activation_checkpointing
     num_fp8 = len(precisions.fp8_train)
     formats = {True} if num_fp8 else set()
     formats |= {False} if num_fp8 < sum(1 for _ in spec.linears()) else set()
@@ -435,6 +436,16 @@ def logits_bytes(spec: ModelSpec, tokens: int, value_bytes: int, chunk: int, *, 
 def longest_rollout(recipe: Recipe) -> int:
     """Tokens of the longest prompt and answer, also of an evaluation, in whole pages."""
     return in_pages(recipe, _longest(recipe))
+
+
+def micro_batch_tokens(recipe: Recipe) -> int:
+    """Tokens of the largest micro-batch: a sample longer than `tokens_per_micro_batch` has one to itself. A sample is
+    a prompt and an answer, or as long as the context in data and in environments that may have several turns."""
+    rollout, environments = recipe.rollout, recipe.each_environment.values()
+    answers = recipe.algorithm.learns_from == "rollouts"
+    one_turn = answers and all(one.kind in ONE_TURN and not one.tools for one in environments)
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens if one_turn else recipe.model.context_length
+    return max(recipe.trainer.tokens_per_micro_batch, longest)
 
 
 def generates(recipe: Recipe) -> bool:

@@ -96,7 +96,7 @@ def test_a_cache_without_room_for_one_rollout_is_a_problem(recipe: Path) -> None
     tight = (
         0.001 + plan(recipe, "tiny", 1, "engine.kv_cache_tokens=4096").estimate(load_recipe(recipe)).total_bytes / 2**30
     )
-    long = ("model.context_length=1000000", "rollout.max_new_tokens=900000")
+    long = ("model.context_length=1000000", "evaluation.max_new_tokens=900000")  # not trained
     text = problem(recipe, "tiny", tight, *long)
     assert text is not None and "tokens of the KV cache, less than one rollout" in text
 
@@ -255,7 +255,7 @@ def test_a_second_buffer_never_crowds_out_a_cache_of_a_fixed_size(recipe: Path) 
 
 
 def test_a_cache_of_a_role_without_room_for_one_rollout_is_a_problem(recipe: Path) -> None:
-    long = ("model.context_length=1000000", "rollout.max_new_tokens=900000", "trainer.tokens_per_micro_batch=16")
+    long = ("model.context_length=1000000", "evaluation.max_new_tokens=900000")
     text = problem(recipe, "tiny", 1, *ROLES, *long)
     assert text is not None and text.startswith("memory: on a worker that generates 1.00 GiB leave room for ")
 

@@ -11,7 +11,14 @@ import pytest
 
 from octetrl.cli.fitting import fewest_checkpointed_layers
 from octetrl.config.load import load_recipe, recipe_from_mapping
-from octetrl.config.memory import MemoryEstimate, Precisions, ScalarModel, estimate_memory, logits_bytes
+from octetrl.config.memory import (
+    MemoryEstimate,
+    Precisions,
+    ScalarModel,
+    estimate_memory,
+    logits_bytes,
+    micro_batch_tokens,
+)
 from octetrl.config.schema import Recipe
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.families import spec_from_config
@@ -25,8 +32,24 @@ FULL = Precisions(LINEAR_NAMES, LINEAR_NAMES, ["K", "V"])
 P, P8 = 1_033_600, 4 * 245_760  # 245,760 = 128 * (256 + 128 + 1024 + 512): qkv, o, gate and up, down
 
 
+SHORT = {"max_prompt_tokens": 8, "max_new_tokens": 8}
+SHORTEST = {"path": "m", "context_length": 16}
+
+
 def recipe(**sections: Any) -> Recipe:
-    return recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, **sections})
+    """Its samples are shorter than a micro-batch, unless `rollout` says otherwise."""
+    short = {"model": SHORTEST, "rollout": SHORT, "environment": {"dataset": "d"}}
+    return recipe_from_mapping({**short, **sections})
+
+
+def test_a_sample_longer_than_a_micro_batch_counts_as_one() -> None:
+    rollout = {"max_prompt_tokens": 1000, "max_new_tokens": 3000}
+    small = {"tokens_per_micro_batch": 2048}
+    model = {"path": "m", "context_length": 9000}
+    assert micro_batch_tokens(recipe(trainer=small, rollout=rollout, model=model)) == 4000
+    assert micro_batch_tokens(recipe(trainer={"tokens_per_micro_batch": 4096}, rollout=rollout, model=model)) == 4096
+    turns = {"kind": "python", "dataset": "m:f"}
+    assert micro_batch_tokens(recipe(trainer=small, rollout=rollout, model=model, environment=turns)) == 9000
 
 
 def parts_of(estimate: MemoryEstimate) -> dict[str, int]:
@@ -155,7 +178,8 @@ def test_bytes_of_a_token_in_the_cache(fp8: dict, precisions: Precisions, expect
 def test_capacity_is_what_was_told_a_share_of_what_is_free_or_a_steps_requests() -> None:
     def tokens(on_gpu: bool, device_bytes: int | None, environment: Any = None, **engine: Any) -> int | None:
         own = {} if environment is None else {"environment": environment}
-        sized = recipe(engine=engine, rollout={"max_prompt_tokens": 100, "max_new_tokens": 100}, **own)
+        rollout = {"max_prompt_tokens": 100, "max_new_tokens": 100}
+        sized = recipe(engine=engine, rollout=rollout, model={"path": "m"}, **own)
         return estimate_memory(sized, TINY, PLAIN, on_gpu=on_gpu, device_bytes=device_bytes).kv_cache_tokens
 
     assert tokens(True, None, kv_cache_tokens=1000) == 896
@@ -307,7 +331,7 @@ def test_a_reward_models_head_is_trained_with_its_adapters(precisions: Precision
     untied = replace(TINY, tied_embeddings=False)
     whole, adapted = (
         estimate_memory(recipe(model=model, **sections), untied, precisions, on_gpu=True, device_bytes=None)
-        for model in ({"path": "m"}, {"path": "m", "lora": {"rank": 8, "targets": ["q_proj"]}})
+        for model in (SHORTEST, SHORTEST | {"lora": {"rank": 8, "targets": ["q_proj"]}})
     )
     parts = parts_of(adapted)
     assert parts["weights"] == (2 * P if precisions is PLAIN else 2 * (P - P8))

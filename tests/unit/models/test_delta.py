@@ -79,6 +79,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_gpu_runs_heads_of_the_published_size() -> None:
+    assert spec_from_config(preset_config("qwen3.5-4b")).refused_on_gpu() is None
+    assert "linear_key_head_dim" in str(spec_from_config(TEXT).refused_on_gpu())
+
+
 def test_a_scalar_head_needs_the_text_model_alone() -> None:
     with pytest.raises(UserError):
         spec_from_config(OUTER, scalar=True)

@@ -20,6 +20,7 @@ from octetrl.shapes.delta_rule import CHUNK, DeltaShape
 from octetrl.shapes.sizes import ModelSizes
 
 FIRST_DECAY = -2.0  # A_log of a new model: with dt_bias 1, a token keeps about 0.84 of the state
+HEAD_SIZE = 128  # of the kernels; published models have no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +92,12 @@ class GatedDeltaLayout(BlockLayout):
 
     def state_bytes(self, spec: ModelSizes, value_bytes: int) -> int:
         return self.shape.slot_bytes(self.shape.conv_rows(1), value_bytes)
+
+    def refused_on_gpu(self) -> str | None:
+        sizes = self.shape.key_size, self.shape.value_size
+        if sizes == (HEAD_SIZE, HEAD_SIZE):
+            return None
+        return (
+            f"linear attention with linear_key_head_dim {sizes[0]} and linear_value_head_dim {sizes[1]} does not run on"
+            f" a GPU, only heads of {HEAD_SIZE} do; set cluster.device=cpu"
+        )
