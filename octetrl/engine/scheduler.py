@@ -36,8 +36,7 @@ from collections.abc import Iterable, Sequence
 from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.request import NO_ROW, Chunk, Prefix, RequestGroup, RunningSequence, Step
 
-PREFILL_COST = 2  # decode forwards
-LONGEST_WAIT = 32  # decode forwards
+PREFILL_COST, LONGEST_WAIT = 2, 32  # decode forwards
 
 
 class Scheduler:

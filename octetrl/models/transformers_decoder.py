@@ -11,8 +11,8 @@ For dense models that have no blocks here (models/families.py). The modules are 
     the rest          RoPE, residuals: as transformers has them, in eager mode
 
 So both sides of a run compute the same ops. A token's bits do not depend on the other tokens of a forward for the
-families that tests/parity/test_transformers.py lists. On a GPU the modules run one by one, without fused forms and
-captured graphs. Dropout is off.
+families that tests/parity/test_transformers.py lists, on a CPU. On a GPU the modules run one by one, without fused
+forms and captured graphs. Dropout is off.
 
 T tokens, E hidden size.
 """
