@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from octetrl import kernels
 from tests.unit.kernels import compile_gluon, interpreting
-from tests.unit.kernels.offline import SHARED_MEMORY, Compiler, zeros
+from tests.unit.kernels.offline import SHARED_MEMORY, Compiler, variant_of, zeros
 
 LAST = ("test_attention_triton.py", "test_attention_drafts.py")  # they change constants for good
 HOPPER = 90
@@ -93,10 +93,10 @@ def main() -> int:
     compiler = Compiler(given.target, given.each)
     compiler.install()
     launch_all(given.target, given.files)
-    made = {name: list(found.values()) for name, found in sorted(compiler.compiled.items()) if found}
+    made = {name: found for name, found in sorted(compiler.compiled.items()) if found}
     print(f"\nTriton {triton.__version__}, sm_{given.target}")
-    for variants in made.values():
-        print(*variants, sep="\n")
+    for name, found in made.items():
+        print(*(variant_of(name, one) for one in found.values()), sep="\n")
     for name, reason in compiler.failed.items():
         print(f"{name} DOES NOT COMPILE: {reason}")
     missing = set() if given.files else kernels_for(given.target) - made.keys() - compiler.failed.keys()

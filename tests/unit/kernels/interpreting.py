@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import json
+import math
 import os
 import pkgutil
 import subprocess
@@ -27,6 +28,7 @@ import pytest
 import torch
 import triton.experimental.gluon  # noqa: F401  (the interpreter imports it, and must not find patched functions)
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -117,6 +119,7 @@ def quicken_interpreter() -> None:
       patch. Their names never change, and during a call they are patched already.
     - It computes whether integers overflow. It asserts the result only with `debug`, which it does not set.
     - It builds its table of NumPy's types for each value again.
+    - It makes a type and a shape of `constexpr`s for each value again, and asks where two shapes that are equal differ.
     """
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
@@ -129,9 +132,55 @@ def quicken_interpreter() -> None:
             if tl.core.is_builtin(member := getattr(package, name)):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    interpreter._patch_attr = _patch_member
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_element(interpreter._get_np_dtype)
+    _keep_types()
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def _patch_member(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """`_patch_attr`, without the wrapper that only asks for `_semantic`."""
+    call = getattr(member, "__wrapped__", member)
+
+    def new_member(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return call(*args, **kwargs)
+
+    scope.set_attr(obj, name, new_member)
+
+
+def _keep_types() -> None:
+    """What a type and a tensor compute of their shape, once for each shape."""
+    make_type, sizes_of = tl.block_type.__init__, dict[Any, Any]()
+    types: dict[Any, dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(self) is not tl.block_type or type(element_ty) is not tl.dtype:  # a pointer's is made at each launch
+            make_type(self, element_ty, shape)
+            return
+        key = (element_ty.name, *[getattr(size, "value", size) for size in shape])
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in sizes_of:
+            sizes_of[key] = tl.constexpr(math.prod(key)), tl.tuple([tl.constexpr(size) for size in key])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = sizes_of[key]
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
 
 
 def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

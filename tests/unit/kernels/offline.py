@@ -75,11 +75,11 @@ class OfflineDriver:
 
 
 class Compiler:
-    """Compiles launches for a target, and keeps what came out by the kernel's name."""
+    """Compiles launches for a target, and keeps what came out by the kernel's name and its hash."""
 
     def __init__(self, target: int, each: int) -> None:
         self.target, self.each = target, each
-        self.compiled: dict[str, dict[str, Variant]] = {}
+        self.compiled: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
 
     def install(self) -> None:
@@ -98,8 +98,7 @@ class Compiler:
                 reason = f"{type(error).__name__}: {error}".strip()
                 self.failed.setdefault(kernel.__name__, reason)
                 raise
-            if made.hash not in found:
-                found[made.hash] = variant_of(kernel.__name__, made)
+            found[made.hash] = made
             return made
 
         JITFunction.run = run

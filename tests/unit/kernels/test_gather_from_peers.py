@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from octetrl.kernels.rows import gather_from_peers as module
 from octetrl.kernels.rows.gather_from_peers import PeerMemory, gather_from_peers, gather_from_peers_reference
 from octetrl.layers import tensor_group
+from tests.unit.kernels.interpreting import quicken_interpreter
 
 POLLS = 1 << 20
 
@@ -54,8 +54,13 @@ def cases(count: int) -> list[Case]:
     ]
 
 
-def small_inbox() -> None:
-    module.PROGRAMS, module.TILES, module.TILE = 3, 2, 256
+SIZES = {"PROGRAMS": 3, "TILES": 2, "TILE": 256}
+
+
+@pytest.fixture
+def small_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SIZES.items():
+        monkeypatch.setattr(module, name, size)
 
 
 def memory_of(rank: int, inboxes: list[Tensor], flags: list[Tensor], polls: int = POLLS) -> PeerMemory:
@@ -64,9 +69,16 @@ def memory_of(rank: int, inboxes: list[Tensor], flags: list[Tensor], polls: int 
     return PeerMemory(rank, len(inboxes), inboxes[rank], flags[rank], *addresses, calls, late, polls)
 
 
-def work(rank: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
-    """The process of one worker."""
-    small_inbox()
+def work(rank: int, groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """The process of one worker, of one group after the other."""
+    vars(module).update(SIZES)
+    quicken_interpreter()
+    for inboxes, flags in groups:
+        if rank < len(inboxes):
+            gather_all(rank, inboxes, flags)
+
+
+def gather_all(rank: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     memory = memory_of(rank, inboxes, flags)
     for seed, case in enumerate(2 * cases(len(inboxes))):
         parts, flats = case.parts(seed), case.flats(seed)
@@ -77,29 +89,19 @@ def work(rank: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     assert not memory.has_failed
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Processes that are started run Triton's kernels in its interpreter."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    sizes = module.PROGRAMS, module.TILES, module.TILE
-    small_inbox()
-    yield
-    module.PROGRAMS, module.TILES, module.TILE = sizes
-
-
 def shared_memory(count: int) -> tuple[list[Tensor], list[Tensor]]:
     inboxes = [torch.full((module.inbox_words(count),), -7, dtype=torch.int32).share_memory_() for _ in range(count)]
     flags = [torch.zeros(module.PROGRAMS, count, dtype=torch.int32).share_memory_() for _ in range(count)]
     return inboxes, flags
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_worker_gets_the_columns_of_all(count: int, interpreted: None) -> None:
-    torch.multiprocessing.spawn(work, shared_memory(count), nprocs=count)
+def test_every_worker_gets_the_columns_of_all(small_inbox: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the processes
+    torch.multiprocessing.spawn(work, ([shared_memory(count) for count in (2, 3)],), nprocs=3)
 
 
-def wait_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
-    small_inbox()
+def test_a_peer_that_writes_nothing_leaves_nan(small_inbox: None) -> None:
+    inboxes, flags = shared_memory(2)
     memory = memory_of(0, inboxes, flags, polls=3)
     ones = torch.ones(4, 64, dtype=torch.bfloat16)
     out, _ = gather_from_peers(memory, ones)
@@ -107,13 +109,9 @@ def wait_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     assert torch.equal(out[:, :64], ones) and out[:, 64:].isnan().all()
 
 
-def test_a_peer_that_writes_nothing_leaves_nan(interpreted: None) -> None:
-    torch.multiprocessing.spawn(wait_in_vain, shared_memory(2), nprocs=1)
-
-
-def come_too_late(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
+def test_words_that_a_peer_has_written_over_are_missing(small_inbox: None) -> None:
     """The first worker gives up twice, and its third call writes over what it wrote in the first."""
-    small_inbox()
+    inboxes, flags = shared_memory(2)
     hasty, slow = memory_of(0, inboxes, flags, polls=1), memory_of(1, inboxes, flags)
     for value in (1.0, 2.0, 3.0):
         gather_from_peers(hasty, torch.full((4, 64), value, dtype=torch.bfloat16))
@@ -121,14 +119,10 @@ def come_too_late(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     assert slow.has_failed and out[:, :64].isnan().all() and not out[:, 64:].any()
 
 
-def test_words_that_a_peer_has_written_over_are_missing(interpreted: None) -> None:
-    torch.multiprocessing.spawn(come_too_late, shared_memory(2), nprocs=1)
-
-
-def be_a_call_ahead(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
+def test_a_peer_that_is_a_call_ahead_writes_beside_what_is_still_read(small_inbox: None) -> None:
     """The second worker has raised its flag of the first call, and has read nothing when the first worker has written
     its words of the second call."""
-    small_inbox()
+    inboxes, flags = shared_memory(2)
     fast, slow = memory_of(0, inboxes, flags, polls=1), memory_of(1, inboxes, flags)
     flags[0][:, 1] = 1
     for value in (1.0, 2.0):
@@ -137,10 +131,6 @@ def be_a_call_ahead(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
         out, _ = gather_from_peers(slow, torch.zeros(4, 64, dtype=torch.bfloat16))
         assert (out[:, :64] == value).all() and not out[:, 64:].any()
     assert not slow.has_failed
-
-
-def test_a_peer_that_is_a_call_ahead_writes_beside_what_is_still_read(interpreted: None) -> None:
-    torch.multiprocessing.spawn(be_a_call_ahead, shared_memory(2), nprocs=1)
 
 
 def test_behind_the_rows_there_is_memory_for_a_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,15 +160,11 @@ class Group:
         self.memory = memory
 
 
-def join_in_vain(_: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
-    small_inbox()
-    memory: Any = memory_of(0, inboxes, flags, polls=3)
-    tensor_group.direct_memory = lambda group, values, widest=None: group.memory  # as on a GPU
+def test_an_embedding_without_a_peers_part_is_nan(small_inbox: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of tokens that this worker owns: a wrong number could not be told from a right one."""
+    inboxes, flags = shared_memory(2)
+    memory = memory_of(0, inboxes, flags, polls=3)
+    monkeypatch.setattr(tensor_group, "direct_memory", lambda group, values, widest=None: group.memory)  # as on a GPU
     own = torch.zeros(5, 64, dtype=torch.bfloat16)
     own[1] = torch.randn(64)  # the only token of this worker
     assert tensor_group.sum_of_one(Group(memory), own).isnan().all()  # type: ignore[arg-type]
-
-
-def test_an_embedding_without_a_peers_part_is_nan(interpreted: None) -> None:
-    """Also of tokens that this worker owns: a wrong number could not be told from a right one."""
-    torch.multiprocessing.spawn(join_in_vain, shared_memory(2), nprocs=1)
