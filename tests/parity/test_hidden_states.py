@@ -90,7 +90,7 @@ def sides_of(family: str, precision: str) -> Sides:
     return Sides(TINY[family], precision)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=4),
     seed=st.integers(0, 1 << 30),

@@ -161,13 +161,13 @@ def test_neither_packing_nor_checkpointing_changes_the_gradient() -> None:
 
 @pytest.mark.parametrize("fp8", [BF16, FP8], ids=["bf16", "fp8"])
 def test_it_learns_the_returns(fp8: Fp8Config) -> None:
-    critic = tiny_critic(fp8, value_clip=None, optimizer=OptimizerConfig(lr=2e-3))
-    micro_batches, denominator = packed(random_samples(8))
+    critic = tiny_critic(fp8, value_clip=None, optimizer=OptimizerConfig(lr=4e-3))
+    micro_batches, denominator = packed(random_samples(4))
     before = step(critic, micro_batches, denominator)
-    for _ in range(45):
+    for _ in range(35):
         after = step(critic, micro_batches, denominator)
     assert after["value/loss"] < 0.2 * before["value/loss"]
-    assert after["value/lr"] == 2e-3 and after["value/grad_norm"] > 0
+    assert after["value/lr"] == 4e-3 and after["value/grad_norm"] > 0
     values, returns = (torch.cat([of(m) for m in micro_batches]) for of in (critic.values, targets))
     explained = explained_variance(values, returns)
     assert explained is not None and explained > 0.6
@@ -204,11 +204,11 @@ def test_returns_of_truncated_answers_end_in_nothing_or_in_the_value_after_them(
 
 @pytest.mark.parametrize("value_clip", [0.1, None])
 def test_several_updates_on_one_batch_stop_at_the_clip(value_clip: float | None) -> None:
-    optimizer = OptimizerConfig(lr=1e-5, betas=(0.0, 0.95))
+    optimizer = OptimizerConfig(lr=1.4e-5, betas=(0.0, 0.95))
     critic = tiny_critic(dtype=torch.float32, value_clip=value_clip, optimizer=optimizer)
-    micro_batches, denominator = packed(random_samples(8))
+    micro_batches, denominator = packed(random_samples(4))
     old = [critic.values(m) for m in micro_batches]
-    for _ in range(60):
+    for _ in range(35):
         batch = [
             PreparedMicroBatch(m, values_N=old_N, returns_N=old_N + 3.0)
             for m, old_N in zip(micro_batches, old, strict=True)

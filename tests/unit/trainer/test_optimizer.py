@@ -231,14 +231,14 @@ def sft_losses(states: str, batches: list[PackedBatch], master: str = "float32")
 
 def test_a_tiny_decoder_learns_alike_in_every_format_and_twice_the_same() -> None:
     layout = tiny_trainer().layout
-    batches = [pack(supervised(random_samples(12, seed % 3)), layout, "token") for seed in range(25)]
+    batches = [pack(supervised(random_samples(6, seed % 2)), layout, "token") for seed in range(16)]
     exact, _ = sft_losses("float32", batches)
-    assert exact[-1] < 0.6 * exact[0]
+    assert exact[-1] < 0.7 * exact[0]
     for states in ("bfloat16", "8bit"):
         losses, _ = sft_losses(states, batches)
         assert losses[-1] == pytest.approx(exact[-1], rel=0.03)
-        (again, weights), (_, weights_again) = (sft_losses(states, batches[:4]) for _ in range(2))
-        assert losses[:4] == again and all(map(torch.equal, weights, weights_again))
+        (again, weights), (_, weights_again) = (sft_losses(states, batches[:2]) for _ in range(2))
+        assert losses[:2] == again and all(map(torch.equal, weights, weights_again))
 
 
 @pytest.mark.parametrize("states", STATES[1:])
