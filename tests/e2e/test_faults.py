@@ -1,7 +1,10 @@
-"""Two moments of faults.py: a daemon of Ray and the driver are killed; the run is that of threads nobody kills."""
+"""A moment of faults.py, and signals while Ray starts: nothing is left behind.
+
+`make test-faults` also resumes such runs, and compares them with those that nobody killed."""
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
@@ -12,39 +15,35 @@ import pytest
 from tests.e2e.installed_ray import ray  # noqa: F401  # isort: skip: the imports of octetrl.workers.ray_* need it
 
 from octetrl.config.load import dump_recipe
-from octetrl.run.loop import train
 from octetrl.system.errors import TERMINATED
 from octetrl.workers.ray_watcher import processes_of
 from tests.e2e.faults import (
     AHEAD,
     CHANGES,
+    Attempt,
     Moment,
-    assert_same_run,
     command_lines,
     moments,
     parent_of,
     ray_folder_of,
-    struck_run,
     wait_for,
 )
 from tests.e2e.tiny_run import tiny_recipe
 from tests.house.tree import REPO
-from tests.unit.workers.thread_team import RunTeam
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_whose_processes_are_killed_is_the_run_that_nobody_killed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With one version ahead and the batches in the checkpoint, byte for byte."""
-    whole = tmp_path / "whole"
-    with monkeypatch.context() as patch:
-        patch.setattr("octetrl.workers.build_workers.start_team", RunTeam)
-        train(tiny_recipe(model, whole, CHANGES | AHEAD))
-    strikes = [Moment("driver", signal.SIGKILL, 0, 0.1), Moment("raylet", signal.SIGKILL, 0, 0.2, restarts=1)]
-    struck_run(model, tmp_path / "struck", AHEAD, strikes, seed=5)
-    assert_same_run(tmp_path / "struck" / "run", whole, aside={"cursor.json"})  # the random generators of this process
+def test_a_driver_that_is_killed_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """Beside a worker that is stopped, so that it could not end by itself."""
+    moment = Moment("driver", signal.SIGKILL, 0, 0.1)
+    attempt = Attempt(model, tmp_path, AHEAD, moment.restarts)
+    try:
+        assert attempt.strike(moment, random.Random(5))
+        assert attempt.wait() == -signal.SIGKILL
+        attempt.check_end(moment)
+    finally:
+        attempt.driver.kill()
 
 
 def test_a_seed_names_its_moments_and_strikes_everything() -> None:
