@@ -50,7 +50,8 @@ group clients yes trackers,agents,lm-eval,serve \
     "lm-eval[api] datasets wandb mlflow trackio swanlab anthropic openai-agents" \
     "tests/unit/agents/test_clients.py tests/e2e/test_lm_eval.py tests/unit/telemetry/test_real_trackers.py
      tests/unit/data/test_hub_datasets.py::test_the_real_package_reads_the_same_folders
-     tests/unit/data/test_rows.py::test_saved_and_loadable_folders"
+     tests/unit/data/test_rows.py::test_saved_and_loadable_folders
+     tests/unit/data/test_tasks_file.py::test_rows_of_verl_and_trl_need_no_mapping"
 group verifiers yes verifiers "verifiers renderers textarena nltk uv" \
     "tests/unit/environments/test_verifiers_v1.py tests/unit/rollout/test_renderers.py"
 group openenv yes openenv openenv tests/unit/environments/test_openenv.py

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from glob import escape
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,13 +111,12 @@ class Client(Protocol):
 
 class Wandb:
     def __init__(self, run: TrackedRun) -> None:
-        old_id = run.folder.resolve().name  # of runs before 0.1.0, which W&B leaves in the folder's `wandb/`
         self._run = import_module("wandb").init(
             project=run.project,
             name=run.name,
             group=run.group,
             tags=list(run.tags),
-            id=old_id if any(run.folder.glob(f"wandb/*run-[0-9]*-{escape(old_id)}")) else run.id,
+            id=run.id,
             dir=str(run.folder),
             config=dict(run.recipe),
             resume="allow",

@@ -130,7 +130,7 @@ def test_the_three_gemms_of_a_linear_have_codes_along_their_sums() -> None:
         "dw": (dw_NK, through(dy_MN.t()) @ through(x_MK.t()).t()),
     }
     for name, (found, expected) in want.items():
-        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2, msg=name)
+        assert (found == expected.bfloat16()).float().mean() > 0.99, name  # float32 sums: now and then another rounding
     linear.release_codes()
     again = linear.dgrad_operand()
     linear.requantize()

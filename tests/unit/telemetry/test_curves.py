@@ -110,13 +110,6 @@ def test_a_resumed_run_continues_in_the_same_run(name: str, double: Double, tmp_
     assert [how.get("exit_code", how.get("state")) for how in double.finished] == ends
 
 
-def test_a_run_of_an_older_version_keeps_its_id(double: Double, tmp_path: Path) -> None:
-    (tmp_path / "wandb" / f"run-20260101_000000-{tmp_path.name}").mkdir(parents=True)
-    run(tmp_path, LoggingConfig(wandb_project="fp8", tensorboard=False), range(1, 1))
-    assert [(given["project"], given["id"]) for given in double.begun] == [("fp8", tmp_path.name)]
-
-
-@pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_client_that_fails_is_counted_and_said_once(
     name: str, kind: type[BaseException], double: Double, tmp_path: Path

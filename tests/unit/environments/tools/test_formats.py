@@ -54,7 +54,7 @@ def response_format() -> ToolFormat:
 @pytest.mark.parametrize(
     "form", [*FORMATS.values(), by_tokenizer(tokenizer_of("chatml"), "")], ids=lambda one: one.name
 )
-def test_no_text_raises_and_no_call_is_lost(form: ToolFormat, data: st.DataObject) -> None:
+def test_no_text_raises_and_what_is_malformed_says_why(form: ToolFormat, data: st.DataObject) -> None:
     piece = st.sampled_from([*EVERYWHERE, *marks_of(form)]) | st.text(
         st.characters(exclude_categories=["Cs"]), max_size=4
     )
