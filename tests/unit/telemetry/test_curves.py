@@ -110,6 +110,7 @@ def test_a_resumed_run_continues_in_the_same_run(name: str, double: Double, tmp_
     assert [how.get("exit_code", how.get("state")) for how in double.finished] == ends
 
 
+@pytest.mark.parametrize("kind", [ConnectionError, SystemExit])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_client_that_fails_is_counted_and_said_once(
     name: str, kind: type[BaseException], double: Double, tmp_path: Path
