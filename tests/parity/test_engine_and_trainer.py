@@ -40,8 +40,8 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("qwen3", "fp8_dynamic", None, PAGES, TRAINERS),  # its linears are fp8_full's
     ("qwen3", "fp8_int8", None, (), TRAINERS),
     ("qwen3", "fp8_full_k", None, PAGES, ONE),
-    ("qwen3", "fp8_full_v", None, PAGES, ONE),
-    ("qwen3", "fp8_int8_k", None, PAGES, ONE),
+    ("qwen3", "fp8_full_v", None, (), ONE),
+    ("qwen3", "fp8_int8_k", None, ("next_turn",), ONE),
     ("qwen3", "fp8_int8_v", None, (), ONE),
     ("qwen3", "fp8_dynamic_k", None, (), ONE),
     ("qwen3", "fp8_dynamic_v", None, (), ONE),
@@ -53,7 +53,7 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("qwen2.5", "bf16", None, (), FEW),
     ("llama", "bf16", None, BATCHES, FEW),  # its pages are qwen3's
     ("llama", "fp8_full", None, (), TRAINERS),  # an untied head
-    ("qwen3", "fp8_full", LORA, EVERY, TRAINERS),
+    ("qwen3", "fp8_full", LORA, ("one_by_one", "prefix_hit"), TRAINERS),  # its pages are those without
     ("qwen2.5", "fp8_dynamic", LORA, ("one_by_one", "next_turn", "preempted"), FEW),
     ("softmax", "bf16", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
     ("sigmoid", "fp8_full", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
