@@ -81,7 +81,7 @@ sys.exit("no shop today") if len(said) % 2 == 0 else print(said)
 
 def test_a_command_is_an_agent_and_nothing_of_it_is_left(model: Path, tmp_path: Path) -> None:
     agent = {"command": [sys.executable, "-c", PROGRAM, "{prompt}"]}
-    changes = {"environment.agent": agent, "environment.max_failure_share": 0.99, "steps": 1}
+    changes = {"environment.agent": agent, "environment.max_failure_share": 0.99, "steps": 1, "seed": 7}
     (line,) = run(model, tmp_path / "run", changes)
     assert line["mismatch/max_abs_diff"] == 0.0 and line["environment/turns"] == 2
     rows = read_lines(tmp_path / "run/rollouts/step_000001.jsonl")

@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another model of the same tokenizer: one layer more."""
-    return make_model(tmp_path_factory.mktemp("teacher") / "model", num_hidden_layers=3)
+    return make_model(tmp_path_factory.mktemp("teacher") / "model", num_hidden_layers=2)
 
 
 def shipped(name: str, model: Path, output: Path, data: Path, *more: str, own_tasks: bool = False) -> Recipe:
@@ -151,7 +151,7 @@ def test_a_teacher_of_other_tokens_is_refused(model: Path, teacher: Path, data: 
     for folder, message in ((tmp_path, "algorithm.teacher: "), (teacher, "its tokenizer is not the policy's")):
         if folder is teacher:
             folder = tmp_path / "other"
-            make_model(folder, num_hidden_layers=1)
+            make_model(folder)
             vocabulary = folder / "tokenizer.json"
             vocabulary.write_text(vocabulary.read_text().replace("<|user|>", "<|human|>"))
         with pytest.raises(UserError, match=message):

@@ -19,6 +19,8 @@ from octetrl.telemetry.ending import read_ending, read_where
 from octetrl.trainer.checkpoint import check_complete, step_of
 from tests.e2e.tiny_run import tiny_recipe
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 CHANGES = {"steps": 9, "checkpoint.every": 2, "evaluation.every": 3, "logging.console": "quiet"}
 
 

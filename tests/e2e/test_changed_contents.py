@@ -16,6 +16,8 @@ from octetrl.cli.main import run_command
 from octetrl.telemetry.sinks import read_objects
 from tests.e2e.tiny_run import read_lines, recipe_tree
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SUMS = Path(__file__).with_name("sums.jsonl")
 Edit = Callable[[Path], None]
 

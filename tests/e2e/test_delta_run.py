@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("rewards_here")
 DELTA: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -22,6 +22,8 @@ from tests.e2e.test_turns import UNTIMED
 from tests.e2e.tiny_run import RECIPE, read_lines, recipe_tree, run, timeless, tiny_recipe
 from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SUMS = {"kind": "jsonl", "dataset": RECIPE["environment"]["dataset"]}
 TWO: dict[str, Any] = {
     "noise": {**SUMS, "reward": "tests.e2e.tiny_rewards:by_text", "eval_size": 4, "weight": 2},

@@ -99,6 +99,7 @@ def test_below_the_share_the_run_goes_on(model: Path, tmp_path: Path) -> None:
 def test_an_evaluation_that_mostly_fails_stops_the_run(model: Path, tmp_path: Path) -> None:
     changes = {
         "environment.reward": "tests.e2e.tiny_rewards:fails_at_length",
+        "environment.max_failure_share": 0.2,
         "rollout.max_new_tokens": 4,
         "evaluation.max_new_tokens": 12,
         "evaluation.every": 2,

@@ -30,6 +30,8 @@ from octetrl.workers.workers import Workers
 from tests.e2e.test_beyond_rl import write
 from tests.e2e.tiny_run import read_lines, recipe_tree, timeless
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 ANSWERED = [{"prompt": f"{number} + 1 =", "answer": f"so {number + 1}" * (number % 4 + 1)} for number in range(9)]
 HELD_OUT = [{"prompt": f"{number} + 2 =", "answer": f"so {number + 2}" * (number % 3 + 1)} for number in range(7)]
 PAIRS = [{"prompt": f"{n} - 1 =", "chosen": "good " * (n % 3 + 1), "rejected": "a bad one"} for n in range(8)]

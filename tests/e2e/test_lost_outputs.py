@@ -18,6 +18,8 @@ from octetrl.telemetry.sinks import MetricsFile
 from octetrl.trainer import checkpoint
 from tests.e2e.tiny_run import read_lines, recipe_tree
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 
 def recipe_file(model: Path, folder: Path, changes: dict[str, Any]) -> str:
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe_tree(model, folder / "run", changes)))

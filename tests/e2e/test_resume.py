@@ -33,6 +33,7 @@ from tests.e2e.killed_run import Kill
 from tests.e2e.terminal import run_on_terminal
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
 STEPS = 5
 CHANGES: dict[str, Any] = {
     "steps": STEPS,

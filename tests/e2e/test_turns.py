@@ -101,7 +101,7 @@ def test_rollouts_show_turns_components_and_failures(
 
 
 def test_too_many_failures_stop_the_run(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(FailureShareError, match="6 x environment_error") as stopped:
+    with pytest.raises(FailureShareError, match="5 x environment_error") as stopped:
         run(model, tmp_path / "run", talk("BrokenTalk"))
     assert 'raise ConnectionError("the game is gone")' in str(stopped.value)
 

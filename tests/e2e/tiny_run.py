@@ -29,7 +29,7 @@ from octetrl.shapes.presets import preset_config
 
 VOCAB_SIZE = 320
 SHAPE = {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_attention_heads": 4,

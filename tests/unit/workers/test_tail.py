@@ -143,7 +143,7 @@ def test_a_step_draws_the_same_and_measures_the_same(
     changes = {**CHANGES, "algorithm": algorithm, "precision": "bf16", "steps": 1}
 
     def keeps(group: RolloutGroup) -> bool:
-        return not refills or sum(map(len, (one.text for one in group.rollouts))) % 3 > 0
+        return not refills or sum(map(len, (one.text for one in group.rollouts))) % 2 > 0
 
     pause[0] = 0.0
     with run_on(2, model, tmp_path, **changes) as run:
