@@ -63,6 +63,17 @@ def small_inbox(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, size)
 
 
+@pytest.fixture
+def interpreting_processes(small_inbox: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are started and call `begin_interpreting` run Triton's kernels in its interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def begin_interpreting() -> None:
+    vars(module).update(SIZES)
+    quicken_interpreter()
+
+
 def memory_of(rank: int, inboxes: list[Tensor], flags: list[Tensor], polls: int = POLLS) -> PeerMemory:
     addresses = [torch.tensor([one.data_ptr() for one in tensors]) for tensors in (inboxes, flags)]
     calls, late = torch.zeros(module.PROGRAMS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
@@ -71,8 +82,7 @@ def memory_of(rank: int, inboxes: list[Tensor], flags: list[Tensor], polls: int 
 
 def work(rank: int, groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
     """The process of one worker, of one group after the other."""
-    vars(module).update(SIZES)
-    quicken_interpreter()
+    begin_interpreting()
     for inboxes, flags in groups:
         if rank < len(inboxes):
             gather_all(rank, inboxes, flags)
@@ -95,8 +105,7 @@ def shared_memory(count: int) -> tuple[list[Tensor], list[Tensor]]:
     return inboxes, flags
 
 
-def test_every_worker_gets_the_columns_of_all(small_inbox: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the processes
+def test_every_worker_gets_the_columns_of_all(interpreting_processes: None) -> None:
     torch.multiprocessing.spawn(work, ([shared_memory(count) for count in (2, 3)],), nprocs=3)
 
 

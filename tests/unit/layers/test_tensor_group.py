@@ -25,10 +25,11 @@ from octetrl.layers.tensor_group import (
 from octetrl.shapes import tensor_cut
 from tests.grid import run_grid
 from tests.unit.kernels.test_gather_from_peers import (
-    interpreted,  # noqa: F401
+    begin_interpreting,
+    interpreting_processes,  # noqa: F401
     memory_of,
     shared_memory,
-    small_inbox,
+    small_inbox,  # noqa: F401
 )
 
 ROWS = (1, 4, 7)
@@ -78,7 +79,7 @@ def assert_joined(group: TensorGroup) -> None:
 
 def joined_through_memory(rank: int, inboxes: list[Tensor], flags: list[Tensor]) -> None:
     """The process of one worker."""
-    small_inbox()
+    begin_interpreting()
     tensor_cut.VOCAB_CHUNK = CHUNK
     module: Any
     for module in (tensor_group, cut_rows):
@@ -88,7 +89,7 @@ def joined_through_memory(rank: int, inboxes: list[Tensor], flags: list[Tensor])
     assert not memory.has_failed
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("interpreting_processes")
 def test_parts_that_travel_through_memory_are_those_of_one_worker() -> None:
     torch.multiprocessing.spawn(joined_through_memory, shared_memory(3), nprocs=3)
 
