@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octetrl.models.families import load_spec
+from octetrl.models.family import SCALAR
 from octetrl.models.weight_files import INDEX, SINGLE, files_of, other_parts
 from octetrl.system.errors import UserError
 from octetrl.system.json_file import read_json
@@ -29,6 +30,9 @@ def copy_other_parts(base: Path, folder: Path) -> None:
     model that has none.
 
     UserError: `base`, which has the part that reads images, is not there."""
+    named = read_json(folder / "config.json").texts("architectures")
+    if any(name.endswith(SCALAR) for name in named):
+        return  # a reward model, of a text's model alone
     spec = load_spec(folder)
     prefixes = other_parts(spec)
     if not prefixes:

@@ -31,7 +31,7 @@ def test_equal_is_said_in_one_line_and_nothing_is_written(recipe: str, capsys: C
     assert captured.err == ""
     assert lines[0].endswith("fp8_full, on cpu: 2 prompts x 1 answers of 5 tokens")
     assert lines[-2].startswith("equal: every bit of ") and lines[-2].endswith(" of 10 sampled tokens")
-    assert " tokens x 2 layers" in lines[-2]
+    assert " tokens x 1 layers" in lines[-2]
     assert lines[-1] == "nothing to attribute: every log-prob is equal"
     assert all(line.endswith(" equal") for line in lines if line.startswith("  "))
     assert {"forwards, against the trainer's packed one", "log-probs, against those of the engine"} <= set(lines)
