@@ -83,7 +83,7 @@ def test_nothing_to_attribute(model: Path) -> None:
 
 def test_models_without_qk_norm_keep_k(tmp_path: Path) -> None:
     qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-    model = tiny_run.make_model(tmp_path / "qwen2", **qwen2)
+    model = tiny_run.make_model(tmp_path / "qwen2", num_hidden_layers=2, **qwen2)
     shares = shares_of(attribution_of(subject(model, "fp8_full", fp8__kv_replay=False)))
     assert list(shares) == ["V"]
     assert shares["V"] == 1.0
@@ -125,7 +125,7 @@ def test_wrong_scales(model: Path, heads: tuple[int, ...], kind: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_another_lm_head(model: Path, tmp_path: Path, tied: bool) -> None:
-    one = subject(tiny_run.make_model(tmp_path / "tied") if tied else model, "bf16")
+    one = subject(tiny_run.make_model(tmp_path / "tied", num_hidden_layers=2) if tied else model, "bf16")
     engine: Any = one.worker.engine_model
     weight = nn.Parameter(engine.lm_head_weight.detach() * torch.linspace(0.5, 1.5, 320).to(torch.bfloat16)[:, None])
     (engine.embedding if tied else engine.lm_head)._parameters["weight"] = weight
