@@ -18,7 +18,8 @@ from tests.e2e import tiny_run
 from tests.unit.doctor import test_examine
 from tests.unit.doctor.test_examine import hook_one_ulp
 
-SMALL_EXPERTS = preset_config("tiny-moe") | tiny_run.SHAPE | {"num_experts": 4, "moe_intermediate_size": 32}
+FEW = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 32}
+SMALL_EXPERTS = preset_config("tiny-moe") | tiny_run.SHAPE | FEW
 del SMALL_EXPERTS["eos_token_id"]
 
 
