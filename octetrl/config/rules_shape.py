@@ -35,6 +35,10 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if size > 1 and (why := why_not_cut(spec, size)) is not None:
         allowed = " or ".join(map(str, allowed_sizes(spec)))
         yield _problem("cluster.tensor_parallel", f"{size}, but {why}; use {allowed}")
+    name = recipe.algorithm.name
+    if spec.outer_config is not None and (name == "reward_model" or (name == "ppo" and recipe.critic.path is None)):
+        text = f"'{name}' needs a scalar head, and this model is a part of one that reads images"
+        yield _problem("algorithm.name", f"{text}; give a folder of its text model alone")
     if recipe.engine.backend == "vllm":
         yield from vllm_problems(recipe, spec)
     elif spec.state_bytes(recipe.model.value_bytes):

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -46,9 +46,12 @@ def copy_other_parts(base: Path, folder: Path) -> None:
         )
     tensors: dict[str, Tensor] = {}
     for file in files_of(base):
-        with safe_open(file, framework="pt") as opened:
-            names = [name for name in opened.keys() if name.startswith(prefixes)]  # noqa: SIM118 (not a dict)
-            tensors |= {name: opened.get_tensor(name) for name in names}
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = [name for name in opened.keys() if name.startswith(prefixes)]  # noqa: SIM118 (not a dict)
+                tensors |= {name: opened.get_tensor(name) for name in names}
+        except SafetensorError as error:
+            raise UserError(f"'{file}' cannot be read ({error}); fetch it again") from None
     if not tensors:
         return
     weight_map, total_bytes = _weight_map(folder)

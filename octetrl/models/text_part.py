@@ -34,6 +34,8 @@ def text_of(config: JsonObject, *, scalar: bool) -> JsonObject:
     if scalar:
         raise UserError("a model that reads images too has no scalar head here; give a folder of its text model alone")
     text = dict(config.object(TEXT))
+    if not text:
+        raise config.wrong(TEXT, "the settings of the model that reads text are needed")
     for key in ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype"):
         if config.get(key) is not None:
             text[key] = config[key]

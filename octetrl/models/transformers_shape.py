@@ -107,6 +107,8 @@ def transformers_spec(content: Mapping[str, Any]) -> ModelSpec:
 def _spec(text: str) -> ModelSpec:
     content = json.loads(text)
     config = JsonObject(content)
+    if "num_hidden_layers" in content:
+        config.integer("num_hidden_layers", most=MOST_LAYERS)  # before they are all built
     try:
         with torch.device("meta"):  # buffers too: nothing is computed
             model = build_modules(content)

@@ -79,6 +79,12 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("text", [{}, None])
+def test_a_text_config_that_is_missing_is_named(text: dict[str, Any] | None) -> None:
+    with pytest.raises(UserError, match="'text_config'"):
+        spec_from_config(OUTER | {"text_config": text})
+
+
 def test_a_gpu_runs_heads_of_the_published_size() -> None:
     assert spec_from_config(preset_config("qwen3.5-4b")).refused_on_gpu() is None
     assert "linear_key_head_dim" in str(spec_from_config(TEXT).refused_on_gpu())
@@ -110,6 +116,9 @@ def test_settings_of_the_engine_that_a_state_does_not_allow() -> None:
     assert fields_of(spec) == []
     assert fields_of(spec, engine={"speculation": {"name": "ngram"}}) == [("engine.speculation.name",)]
     assert fields_of(spec, engine={"prefix_cache": "keep"}) == [("engine.prefix_cache",)]
+    outer = replace(spec_from_config(OUTER), max_positions=1 << 20)
+    assert fields_of(outer, algorithm={"name": "ppo"}) == [("algorithm.name",)]
+    assert fields_of(outer, algorithm={"name": "ppo"}, critic={"path": "c"}) == fields_of(outer) == []
     mixture = spec_from_config(preset_config("qwen3.5-35b-a3b"))
     lora = {"path": "m", "lora": {"rank": 8, "experts": True}}
     assert fields_of(mixture, model=lora) == [("model.lora.experts",)]

@@ -183,6 +183,11 @@ def test_families_with_blocks_keep_them_unless_asked(tmp_path: Path) -> None:
     assert load_spec(tmp_path).hf_config is not None
 
 
+def test_the_number_of_layers_is_checked_before_they_are_built() -> None:
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        spec_from_config(config_of("olmo2", num_hidden_layers=10**12))
+
+
 def test_a_norm_is_recognised_by_what_it_computes() -> None:
     kinds = {}
     for family in ("arcee", "olmo2", "gemma", "cohere2"):
