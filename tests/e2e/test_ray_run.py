@@ -305,7 +305,8 @@ def test_the_bench_of_a_step_compares_numbers_of_workers_and_roles(
     assert both["publish/gather_ms"] > 0 and both["publish/link_gb_per_second"] > 0
     assert both["time/step"] == pytest.approx(sum(both[f"time/{part}"] for part in ("produce", "learn", "publish")))
     assert row["mismatch/age_0/max_abs_diff"] == 0.0 and row["step/speedup_over_both"] > 0
-    assert row["rollout/staleness"] == 1.0 and row["time/publish_pause"] > 0 and "time/produce" not in row
+    assert 0 < row["rollout/staleness"] <= 1.0  # weights that come in flight make the rest of an answer fresh
+    assert row["time/publish_pause"] > 0 and "time/produce" not in row
     assert row["cluster/weights_in_flight"] == "recompute_cache"
 
 
