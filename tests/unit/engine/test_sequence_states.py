@@ -68,7 +68,7 @@ def test_a_prompt_without_a_slot_is_prefilled_by_each_sibling() -> None:
     st.integers(0, 3),
     st.randoms(use_true_random=False),
 )
-def test_no_state_is_lost_or_mixed_up_whoever_comes_and_goes(
+def test_states_follow_their_sequences_while_requests_come_and_go(
     visits: list[tuple[int, int, int, int, int]],
     spare_pages: int,
     max_batch: int,
