@@ -29,7 +29,7 @@ test: lint  ## lint, types (beside the tests, shown last) and all tests that nee
 	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt; exit $$failed
 
-test-outside: $(READY)  ## the tests against packages that the project does not depend on, in build/outside (about 3 GB)
+test-outside: $(READY)  ## the tests against packages that the project does not depend on, in build/outside (about 4 GB)
 	@bash setup/outside_packages.sh $(PYTHON)
 
 test-processors: $(READY)  ## the numeric tests as on five processors; SETTING=n runs one of them; in JOBS=3 processes

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # outside_packages.sh PYTHON [NAME...]: runs the tests against packages that the project works with and does not depend
 # on, each group in an environment of its own, build/outside/NAME, in the versions of setup/outside/NAME.txt (installed
-# once; some minutes and about 3 GB for all). Prints one line for each: what passed, or why it could not run. A test
+# once; some minutes and about 4 GB for all). Prints one line for each: what passed, or why it could not run. A test
 # that fails is shown, and the exit is 1.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-names=("${@:-clients verifiers openenv mini-swe-agent harbor}")
+names=("${@:-clients verifiers vllm openenv mini-swe-agent harbor}")
 export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
 status=0
 
@@ -40,7 +40,7 @@ group() {
     said=$(OCTETRL_REQUIRE="$3" OCTETRL_OUTSIDE="$PWD/$folder/bin" timeout 1500 "$runs" -m pytest -p no:cacheprovider \
         -p no:xdist "${tests[@]}" 2>&1) || { echo "$said"; status=1; return; }
     versions=$("$folder/bin/python" -c 'import sys; from importlib.metadata import version
-print(*(f"{name} {version(name)}" for name in (each.split("[")[0] for each in sys.argv[1:])), sep=", ")' "${packages[@]}")
+print(*(f"{name} {version(name)}" for name in (each.split("[")[0] for each in sys.argv[1:] if each[0] != "-")), sep=", ")' "${packages[@]}")
     echo "$versions: $(grep -oE '[0-9]+ passed' <<<"$said" | tail -n 1)"
 }
 
@@ -54,6 +54,7 @@ group clients yes trackers,agents,lm-eval,serve \
      tests/unit/data/test_tasks_file.py::test_rows_of_verl_and_trl_need_no_mapping"
 group verifiers yes verifiers "verifiers renderers textarena nltk uv" \
     "tests/unit/environments/test_verifiers_v1.py tests/unit/rollout/test_renderers.py"
+group vllm yes vllm-parsers "--no-deps $(sed -e '/^#/d' -e 's/==.*//' setup/outside/vllm.txt | paste -sd ' ')" tests/unit/rollout/test_vllm_parsers.py
 group openenv yes openenv openenv tests/unit/environments/test_openenv.py
 group mini-swe-agent no mini-swe-agent mini-swe-agent tests/unit/agents/test_mini_swe_agent.py
 base=

@@ -12,6 +12,7 @@ from octetrl.environments.tools.formats.reading import ToolCall
 from octetrl.rollout.call_text import CallText, find_format
 from tests.required import missing
 from tests.unit.rollout.call_templates import CALL_FAMILIES, call_tokenizer
+from tests.unit.rollout.templates import tokenizer_of
 from tests.unit.rollout.test_call_tokens import (
     SCHEMA,
     USER,
@@ -99,3 +100,26 @@ def harmony_of(arguments: dict[str, Any]) -> list[int]:
         add_special_tokens=False,
     )
     return tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3", 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 7, "parts": [{"x": "é"}]}}\n</tool_call>'),
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>\n<tool_call>\n[7]\n</tool_call>'),
+        ("llama3", '{"name": "add", "parameters": {"a": 7, "parts": [{"x": "é"}]}}'),
+        ("llama3", 'So. {"name": "add", "parameters": {"a": 7}}'),  # not first: an example, not a call
+    ],
+)
+def test_calls_in_json_are_the_same(family: str, text: str) -> None:
+    tokenizer = tokenizer_of(family)
+    ids, given = tokenizer.encode(text, add_special_tokens=False), {"stop_ids": {tokenizer.eos_token_id}}
+    if family == "llama3":
+        found = parsing.parse_llama_3(tokenizer, ids, **given)
+    else:
+        vocabulary = tokenizer.get_vocab()
+        found = parsing.parse_qwen3(tokenizer, ids, **given, **{key: vocabulary[tag] for key, tag in _TAGS.items()})
+    form = find_format(tokenizer)
+    assert form is not None
+    read = [(call.name, dict(call.arguments)) for call in form.parse(text).calls if isinstance(call, ToolCall)]
+    assert read == [(call.name, call.arguments) for call in found.tool_calls if call.status == "ok"]

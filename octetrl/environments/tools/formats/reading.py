@@ -216,7 +216,8 @@ def typed(text: str, schema: Any) -> Any:
         return text
     if isinstance(value, str) or text[end:].strip():
         return text
-    is_meant = not kinds or any(kind in kinds and _is(value, types) for kind, types in _KINDS)
+    whole = isinstance(value, float) and value.is_integer() and "integer" in kinds  # as JSON Schema says
+    is_meant = not kinds or whole or any(kind in kinds and _is(value, types) for kind, types in _KINDS)
     return value if is_meant else text
 
 

@@ -112,7 +112,8 @@ class Tagged(ToolFormat):
             drafts, end = self.read(text, start, tools)
             after = skip_blanks(text, end) if self.closing else end
             closed = after + len(self.closing) if text.startswith(self.closing, after) else after
-            if self.closing and closed == after and after < len(text):
+            is_missing = self.closing and closed == after and after < len(text)
+            if is_missing and not (self.section[1] and text.startswith(self.section[1], after)):
                 raise Unreadable(f"{shown(text[after:])} stands where {self.closing} should")
             for draft in drafts:
                 calls.append(self.call(draft, text[shown_from:closed]))
@@ -133,11 +134,13 @@ def _hermes(text: str, start: int, tools: Sequence[Any]) -> Drafts:
 @dataclass(frozen=True, slots=True)
 class _Pairs:
     """A name, then pairs of key and value: `key` matches up to where a value begins, `value_end` after it. Values are
-    text as it is, or JSON, by the tool's schema. lines: whether a value stands in lines of its own."""
+    text as it is, or JSON, by the tool's schema. A value without an end is read up to `next_key`, if the tool has that
+    parameter. lines: whether a value stands in lines of its own."""
 
     name: re.Pattern[str]
     key: re.Pattern[str]
     value_end: re.Pattern[str]
+    next_key: re.Pattern[str]
     lines: bool = False
 
     def __call__(self, text: str, start: int, tools: Sequence[Any]) -> Drafts:
@@ -150,18 +153,22 @@ class _Pairs:
             key, ended = found[1].strip(), self.value_end.search(text, found.end())
             if ended is None:
                 raise Unreadable(f"the value of '{key[:40]}' does not end")
-            value = text[found.end() : ended.start()]
+            value, position = text[found.end() : ended.start()], ended.end()
+            for another in self.next_key.finditer(value):
+                if another[1].strip() in schemas.keys() - {key, *arguments}:
+                    value, position = value[: another.start()], found.end() + another.start()
+                    break
             if self.lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = typed(value, schemas.get(key))
-            position = ended.end()
         return [Draft(named[1], arguments)], position
 
 
-def _pattern(key: str, close: str, *following: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """The patterns of a key, and of the value's end: the tag before which nothing else can follow."""
+def _pattern(key: str, close: str, *following: str) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """The patterns of a key, of the value's end, which is the tag before which nothing else can follow, and of the next
+    key."""
     after = "|".join(map(re.escape, following))
-    return re.compile(rf"\s*{key}"), re.compile(rf"{re.escape(close)}(?=\s*(?:{after}|\Z))")
+    return re.compile(rf"\s*{key}"), re.compile(rf"{re.escape(close)}(?=\s*(?:{after}|\Z))"), re.compile(key)
 
 
 _SEP = "<｜tool▁sep｜>"
@@ -253,7 +260,7 @@ TAGGED = (
         section=("<tool_call>", "</tool_call>"),
         read=_Pairs(
             _QWEN_NAME,
-            *_pattern(r"<parameter=([^<>]+)>", "</parameter>", "<parameter=", "</function>"),
+            *_pattern(r"<parameter=([^<>]+)>", "</parameter>", "<parameter=", "</function>", "</tool_call>"),
             lines=True,
         ),
     ),
@@ -313,7 +320,13 @@ TAGGED = (
         section=("<minimax:tool_call>", "</minimax:tool_call>"),
         read=_Pairs(
             _MINIMAX_NAME,
-            *_pattern(r'<parameter name="([^<>"]+)"\s*>', "</parameter>", "<parameter name=", "</invoke>"),
+            *_pattern(
+                r'<parameter name="([^<>"]+)"\s*>',
+                "</parameter>",
+                "<parameter name=",
+                "</invoke>",
+                "</minimax:tool_call>",
+            ),
         ),
         bare=False,
     ),

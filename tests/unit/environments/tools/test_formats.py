@@ -19,6 +19,7 @@ from tests.unit.rollout.call_templates import CALL_FAMILIES
 from tests.unit.rollout.templates import tokenizer_of
 
 DEEP = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+MINIMAX = '<minimax:tool_call><invoke name="f"><parameter name="a">'
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 EVERYWHERE = ["<think>", "</think>", "\n", " ", "f", '{"a": 1}', "{", '"a": 1}', "[", "]", "1e999", "é", "function"]
@@ -82,6 +83,8 @@ F = ToolCall("call_0", "f", {"a": 1})
             "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n<function=g>\n</function></tool_call>",
             ParsedMessage("", (F, ToolCall("call_1", "g", {}))),
         ),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></tool_call>", ParsedMessage("", (F,))),
+        ("minimax_m2", f"{MINIMAX}1</parameter></minimax:tool_call>", ParsedMessage("", (F,))),
         (
             "glm45",
             "<think>x</think><tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>",
@@ -176,6 +179,8 @@ def test_what_is_wrong_is_told_with_what_is_expected(name: str, text: str, befor
         ("7", {}, 7),
         ("seven", {"type": "integer"}, "seven"),
         ("7.0", {"type": "number"}, 7.0),
+        ("7.0", {"type": "integer"}, 7.0),
+        ("7.5", {"type": "integer"}, "7.5"),
         ("true", {"type": "integer"}, "true"),
         ("True", {"type": "boolean"}, True),
         ("None", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
@@ -238,6 +243,28 @@ def test_an_argument_may_hold_the_end_of_thoughts(name: str, call: str, said: st
     for before in ("", "Hm. ", "hm</think>", "<think>hm</think>"):
         message = FORMATS[name].parse(f"{before}{call.format(said)}\n{call.format('x')}")
         assert [dict(one.arguments) for one in message.calls if isinstance(one, ToolCall)] == [{"t": said}, {"t": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen3_coder", "<function=g>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>"),
+        (
+            "minimax_m2",
+            MINIMAX.replace('"f"', '"g"') + '1<parameter name="b">2</parameter></invoke></minimax:tool_call>',
+        ),
+        ("glm45", "<tool_call>g<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>"),
+    ],
+)
+def test_a_value_without_an_end_does_not_take_the_next_parameter(name: str, text: str) -> None:
+    """If the tool has that parameter; else it may be text of the value."""
+    for parameters, read in (("ab", {"a": "1", "b": "2"}), ("a", None)):
+        properties = {each: {"type": "string"} for each in parameters}
+        (call,) = (
+            FORMATS[name].parse(text, [{"function": {"name": "g", "parameters": {"properties": properties}}}]).calls
+        )
+        assert isinstance(call, ToolCall)
+        assert call.arguments == read or (read is None and "b" not in call.arguments and "2" in call.arguments["a"])
 
 
 def test_a_name_does_not_run_on_into_the_next_call() -> None:
