@@ -2,12 +2,12 @@
 # outside_packages.sh PYTHON [NAME...]: runs the tests against packages that the project works with and does not depend
 # on, each group in an environment of its own, build/outside/NAME, in the versions of setup/outside/NAME.txt (installed
 # once; some minutes and about 4 GB for all). Prints one line for each: what passed, or why it could not run. A test
-# that fails is shown, and the exit is 1.
+# that fails is shown, and the exit is 1. The group docker runs the tests of boxes beside a Docker daemon.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-names=("${@:-clients verifiers vllm openenv mini-swe-agent harbor}")
+names=("${@:-clients verifiers vllm openenv mini-swe-agent harbor docker}")
 export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
 status=0
 
@@ -62,4 +62,15 @@ for candidate in python3.12 "$HOME"/.pyenv/versions/3.12.*/bin/python; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then base=$candidate; fi
 done
 group harbor no harbor harbor tests/unit/environments/test_harbor.py::test_harbor_gives_the_same_reward
+case " ${names[*]} " in
+*" docker "*)
+    said=$(OCTETRL_REQUIRE=docker timeout 1500 bash setup/docker.sh "$python" -m pytest -p no:cacheprovider -p no:xdist \
+        -k docker tests/unit/boxes tests/e2e/test_boxes.py 2>&1)
+    case $? in
+    0) echo "$(docker --version): $(grep -oE '[0-9]+ passed' <<<"$said" | tail -n 1)" ;;
+    3) echo "docker: $(tail -n 1 <<<"$said"); its tests did not run" ;;
+    *) echo "$said"; status=1 ;;
+    esac
+    ;;
+esac
 exit "$status"

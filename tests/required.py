@@ -21,6 +21,7 @@ NEEDS = {
     "landlock": "sandboxes of that level",
     "bubblewrap": "sandboxes of that level",
     "podman": "podman and busybox-static: boxes as containers",
+    "docker": "a Docker daemon and busybox-static: setup/docker.sh starts one",
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
     "verifiers": "verifiers 0.4 or later: setup/outside_packages.sh runs its tests",

@@ -22,20 +22,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
-import os
-import re
 import secrets
-import selectors
+import shutil
 import subprocess
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO, Self, TypeVar
+from typing import Self
 
-from octetrl.boxes.relay import Relay, open_namespaces
+from octetrl.boxes.loop import Kept, Process, on_loop
+from octetrl.boxes.relay import listen_in, relay_from
 from octetrl.config.box import BoxConfig
 from octetrl.process.command import CommandResult
 
@@ -52,48 +47,52 @@ printf '\n%s %d\n' "$t" "$?" >&2"""
 _KILL = f"""while p=$(grep -ls "{_VARIABLE}=$1" /proc/[0-9]*/environ; echo .); [ "$p" != . ]; do for p in $p; do
 p=${{p#/proc/}}; kill -9 "${{p%/environ}}" 2>/dev/null
 done; done; echo ended"""
-_CHUNK = 1 << 16
+_SHORT_BYTES = 1000  # of what a box itself says
 _START_SECONDS = 600.0  # the image may have to be pulled
 _END_SECONDS = 10.0
 _KILL_SECONDS = 20.0
+_FILE_SECONDS = 600.0
 _LATE_SECONDS = 1.0  # for output that arrives behind the exit code, or has a background process as its writer
 _LOST_SECONDS = 3.0  # from the end of a command that a killed box takes with it to the end of the box's process
 _NOT_RUN = range(125, 128)  # exit codes of a client that could not start the command
-
-_Result = TypeVar("_Result")
 
 
 class BoxError(RuntimeError):
     """A box can't be started or is lost. The rollout ends as `box_error`, without a reward."""
 
 
-class Box:
-    """One box, from `open_box` to `close`. Any thread and any event loop may use it."""
+def program_of(config: BoxConfig) -> list[str]:
+    """The command that makes such boxes. Raises BoxError if it is not installed."""
+    program = config.program or ("bwrap" if config.kind == "bubblewrap" else config.kind,)
+    if shutil.which(program[0]) is None:
+        raise BoxError(f"{program[0]} is not installed; install it, or choose another environment.box.kind")
+    return list(program)
 
-    client_env: Mapping[str, str] | None = None  # of `client`, None: the run's
+
+class Box:
+    """One box, from `open_box` to `close`. Any thread and any event loop may use it.
+
+    What follows an underscore and is async runs on the loop of boxes, and so has no races with other such."""
 
     def __init__(self, config: BoxConfig) -> None:
         self.config = config
         self.lost: str | None = None  # why it is lost
-        self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the box
-        self._relay: Relay | None = None
-        self._lock, self._is_closed = threading.Lock(), False
+        self.descriptors: tuple[int, ...] = ()  # that clients inherit
+        self._process: Process | None = None
+        self._relay: asyncio.Server | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ what makes it
 
-    def start_command(self) -> tuple[list[str], list[int]]:
-        """The command whose process is the box, and descriptors that it inherits. Its input and output are pipes."""
+    def start_command(self) -> list[str]:
+        """The command whose process is the box."""
         raise NotImplementedError
 
     def started(self) -> None:
-        """Called when the first process runs."""
+        """Called when the first process runs. Raises OSError."""
 
-    def client(
-        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool
-    ) -> tuple[list[str], list[int]]:
-        """A command of this machine that runs `command` in the box, and descriptors that it inherits. reads: it passes
-        its input on."""
+    def client(self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool) -> list[str]:
+        """A command of this machine that runs `command` in the box. reads: it passes its input on."""
         raise NotImplementedError
 
     def find_pid(self) -> int:
@@ -120,8 +119,7 @@ class Box:
         output_bytes: of each stream, whose middle is left out if it has more. After `seconds` the result has no code
         and `stopped` is "wall_timeout". Raises BoxError."""
         data = stdin.encode("utf-8", "surrogatepass")
-        call = functools.partial(self._run, command, cwd, env, user, data, seconds, output_bytes)
-        code, out, err = await _in_thread(call)
+        code, out, err = await on_loop(self._run(command, cwd, env, user, data, seconds, output_bytes))
         return CommandResult(code, out.text(), err.text(), "wall_timeout" if code is None else None)
 
     async def put(self, path: str, data: bytes) -> None:
@@ -137,19 +135,27 @@ class Box:
         return Shell(self, cwd, user)
 
     def alive(self) -> bool:
-        if self._is_closed or self._process is None:
+        if self._ending is not None or self._process is None:
             return False
-        if self.lost is None and self._process.poll() is not None:
-            self.lost = f"the box ended while it was in use ({self._last_words()})"
+        if self.lost is None and self._process.code is not None:
+            self.lost = f"the box ended while it was in use ({self._last_words(self._process)})"
         return self.lost is None
 
     async def forward(self, port: int) -> None:
         """Let programs in the box reach 127.0.0.1:`port` of this machine under that address. Raises BoxError."""
-        if self.config.network != "host" and self._relay is None:
-            await _in_thread(lambda _: self._forward(port))
+        if self.config.network == "host" or self._relay is not None:
+            return
+        self._check_alive()
+        try:
+            listening = await asyncio.to_thread(lambda: listen_in(self.find_pid(), port))
+            self._relay = await on_loop(relay_from(listening, port))
+        except (OSError, subprocess.SubprocessError) as error:
+            how = "give environment.box.network: host, or run as root"
+            raise BoxError(f"the box can't be connected with the policy: {error}; {how}") from error
 
     async def close(self) -> None:
-        await _in_thread(lambda _: self.end())
+        """End the box and everything in it, also if the awaiting task is cancelled meanwhile."""
+        await on_loop(self._close())
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,61 +163,44 @@ class Box:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # ------------------------------------------------------------ in threads
+    # ------------------------------------------------------------ its process
 
-    def start(self) -> None:
-        command, descriptors = self.start_command()
-        with self._lock:
-            if self._is_closed:
-                return
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._said,
-                    pass_fds=descriptors,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise BoxError(f"the box did not start: {error}") from error
-        assert self._process.stdout is not None
-        timer = threading.Timer(_START_SECONDS, self._process.kill)
-        timer.start()
+    async def start(self) -> None:
+        """On the loop of boxes, before all else. Raises BoxError; then `close` it."""
         try:
-            line = self._process.stdout.readline()
-        finally:
-            timer.cancel()
-        if line.strip() != _READY:
-            self._process.wait()
-            raise BoxError(f"the box did not start: {self._last_words()}")
-        try:
+            self._process = process = await Process.start(self.start_command(), stdin=None, most=_SHORT_BYTES)
+            await process.within(_START_SECONDS, lambda: _READY in process.out.data or process.has_ended)
+            if _READY not in process.out.data:
+                raise OSError(self._last_words(process))
             self.started()
         except OSError as error:
             raise BoxError(f"the box did not start: {error}") from error
 
-    def end(self) -> None:
-        """End the box and everything in it. Does nothing the second time."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+    async def _close(self) -> None:
+        self._ending = self._ending or asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         if self._relay is not None:
             self._relay.close()
-        process = self._process
-        if process is not None:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        self.clean(ended_by_itself=process is None or process.returncode == 0)
-        self._said.close()
+        ended_by_itself = True
+        if (process := self._process) is not None:
+            process.input.close()
+            await process.within(_END_SECONDS, lambda: process.has_ended)
+            ended_by_itself = process.code == 0
+            await process.end()
+        await asyncio.to_thread(self.clean, ended_by_itself=ended_by_itself)
 
-    def _run(
+    def _check_alive(self) -> None:
+        if not self.alive():
+            raise BoxError(self.lost or "the box is closed")
+
+    def _last_words(self, process: Process) -> str:
+        return " ".join(process.err.text().split())[-300:] or f"exit code {process.code}"
+
+    # ------------------------------------------------------------ its commands
+
+    async def _run(
         self,
         command: Sequence[str],
         cwd: str | None,
@@ -220,116 +209,85 @@ class Box:
         stdin: bytes,
         seconds: float,
         most: int,
-        cancelled: int,
-    ) -> tuple[int | None, _Kept, _Kept]:
+    ) -> tuple[int | None, Kept, Kept]:
         self._check_alive()
         word = secrets.token_hex(8)
         own = {**self.config.env, **env, _VARIABLE: word}
         wrapped = ["sh", "-c", _WRAPPER, "sh", word, cwd or "", *command]
-        out, err = _Kept(most), _Kept(most, word)
         try:
-            client = self._client(wrapped, own, user, reads=bool(stdin))
+            client = await self._client(wrapped, own, user, stdin, most, word)
         except ValueError as error:  # a command that can't be run, as a shell would say it, is no lost box
+            err = Kept(most)
             err.add(f"{command[0]}: {error}\n".encode("utf-8", "replace"))
-            return _NOT_RUN.start + 1, out, err
+            return _NOT_RUN.start + 1, Kept(most), err
         has_ended = False
         try:
-            has_ended = _follow(client, stdin, out, err, time.monotonic() + seconds, cancelled)
+            has_ended = await client.within(seconds, lambda: client.err.code is not None or client.has_ended)
+            await client.within(_LATE_SECONDS if has_ended else 0.0, lambda: 1 not in client.open_streams)
         finally:
             if not has_ended:
-                self._kill(word, user)
-            _end_client(client)
-        if has_ended and err.code is None:
-            err.code = self._code_of_cut(client.returncode, err)
-        return (err.code if has_ended else None), out, err
+                await self._kill(word, user)
+            await client.end()
+        if has_ended and client.err.code is None:
+            client.err.code = await self._code_of_cut(client)
+        return (client.err.code if has_ended else None), client.out, client.err
 
-    def _client(
-        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool = False
-    ) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
-        with self._lock:  # descriptors are not closed meanwhile, and their numbers not used for others
-            if self._is_closed:
-                raise BoxError(self.lost or "the box is closed")
-            words, descriptors = self.client(command, env, user, reads=reads)
-            try:
-                return subprocess.Popen(
-                    words,
-                    stdin=pipe if reads else subprocess.DEVNULL,
-                    stdout=pipe,
-                    stderr=pipe,
-                    env=self.client_env,
-                    pass_fds=descriptors,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                if error.errno == errno.E2BIG:
-                    raise ValueError(error.strerror) from error
-                raise BoxError(f"{words[0]}: {error}") from error
+    async def _client(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        user: str | None,
+        stdin: bytes = b"",
+        most: int = _SHORT_BYTES,
+        word: str | None = None,
+    ) -> Process:
+        """Raises BoxError, and ValueError for a command that can't be run."""
+        if self._ending is not None:
+            raise BoxError(self.lost or "the box is closed")
+        words = self.client(command, env, user, reads=bool(stdin))
+        try:
+            return await Process.start(words, stdin=stdin, most=most, word=word, descriptors=self.descriptors)
+        except OSError as error:
+            if error.errno == errno.E2BIG:
+                raise ValueError(error.strerror) from error
+            raise BoxError(f"{words[0]}: {error}") from error
 
-    def _code_of_cut(self, code: int, err: _Kept) -> int:
+    async def _code_of_cut(self, client: Process) -> int:
         """The exit code of a client whose command has said none. Raises BoxError if it is not the command's matter."""
-        assert self._process is not None
-        answers = self._ask(["sh", "-c", "echo yes"], None) == b"yes\n"
-        if not answers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LOST_SECONDS)
+        process, code = self._process, client.code
+        assert process is not None and code is not None
+        answers = await self._ask(["sh", "-c", "echo yes"], None, _END_SECONDS) == b"yes\n"
+        await process.within(0.0 if answers else _LOST_SECONDS, lambda: process.has_ended)
         self._check_alive()
         if answers and (code in _NOT_RUN or 128 < code < 192):  # it does not start, or has killed the shell above it
             return code
-        said = " ".join(err.text().split())[-200:]
+        said = " ".join(client.err.text().split())[-200:]
         self.lost = f"the connection to a command in the box was cut (exit code {code}{f': {said}' if said else ''})"
         raise BoxError(self.lost)
 
-    def _kill(self, word: str, user: str | None) -> None:
+    async def _kill(self, word: str, user: str | None) -> None:
         """End a command with all its descendants, or else the box."""
         with contextlib.suppress(BoxError):  # it ends with the box
-            ended = self._ask(["sh", "-c", _KILL, "sh", word], user, seconds=_KILL_SECONDS) == b"ended\n"
+            ended = await self._ask(["sh", "-c", _KILL, "sh", word], user, _KILL_SECONDS) == b"ended\n"
             if not ended and self.alive():
                 self.lost = "a command in the box could not be ended"
-                self.end()
+                await self._close()
 
-    def _ask(self, command: Sequence[str], user: str | None, seconds: float = _END_SECONDS) -> bytes:
+    async def _ask(self, command: Sequence[str], user: str | None, seconds: float) -> bytes:
         """What a short command prints."""
-        client = self._client(command, {}, user)
+        client = await self._client(command, {}, user)
         try:
-            return client.communicate(timeout=seconds)[0]
-        except subprocess.TimeoutExpired:
-            return b""
+            return bytes(client.out.data) if await client.within(seconds, lambda: client.has_ended) else b""
         finally:
-            _end_client(client)
-
-    def _forward(self, port: int) -> None:
-        self._check_alive()
-        namespaces: list[int] = []
-        try:
-            namespaces = open_namespaces(self.find_pid(), ("user", "net"))
-            self._relay = Relay(namespaces, port)
-        except (OSError, subprocess.SubprocessError) as error:
-            how = "give environment.box.network: host, or run as root"
-            raise BoxError(f"the box can't be connected with the policy: {error}; {how}") from error
-        finally:
-            for descriptor in namespaces:
-                os.close(descriptor)
+            await client.end()
 
     async def _file(self, command: Sequence[str], path: str, data: bytes) -> bytes:
-        call = functools.partial(self._run, command, None, {}, None, data, 600.0, FILE_BYTES)
-        code, out, err = await _in_thread(call)
+        code, out, err = await on_loop(self._run(command, None, {}, None, data, _FILE_SECONDS, FILE_BYTES))
         if code != 0:
             raise OSError(f"{path}: {err.text().strip() or f'exit code {code}'}")
-        if out.is_cut:
+        if out.left_out:
             raise OSError(f"{path}: the file is larger than {FILE_BYTES} bytes")
         return bytes(out.data)
-
-    def _check_alive(self) -> None:
-        if not self.alive():
-            raise BoxError(self.lost or "the box is closed")
-
-    def _last_words(self) -> str:
-        assert self._process is not None
-        self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, self._said.tell() - 1000))
-        said = " ".join(self._said.read().decode("utf-8", "replace").split())
-        return said[-300:] or f"exit code {self._process.returncode}"
 
 
 class Shell:
@@ -358,117 +316,3 @@ trap 'unset {_VARIABLE}; export PWD; export -p >"$octetrl_state.new" && mv "$oct
 set -a
 eval "$2"
 """
-
-
-class _Kept:
-    """The first and the last bytes of a stream. word: the word before the exit code, where the stream ends."""
-
-    def __init__(self, most: int, word: str | None = None) -> None:
-        self.data = bytearray()
-        self.code: int | None = None
-        self._most, self._left_out = most, 0
-        self._pattern = None if word is None else re.compile(rb"\n%s (\d+)\n" % word.encode())
-
-    def add(self, new: bytes) -> None:
-        start = max(0, len(self.data) - 64)
-        self.data += new
-        if self._pattern is not None and (found := self._pattern.search(self.data, start)):
-            self.code = int(found[1])
-            del self.data[found.start() :]
-        if len(self.data) > 2 * self._most:
-            self._trim(self._most)
-
-    @property
-    def is_cut(self) -> bool:
-        return bool(self._left_out) or len(self.data) > self._most
-
-    def text(self) -> str:
-        most = self._most
-        if not self.is_cut:
-            return self.data.decode("utf-8", "replace")
-        self._trim(most)
-        first, last = self.data[: most // 2], self.data[most // 2 :]
-        said = f"\n[{self._left_out:,} bytes left out]\n"
-        return first.decode("utf-8", "replace") + said + last.decode("utf-8", "replace")
-
-    def _trim(self, most: int) -> None:
-        more = len(self.data) - most
-        if more > 0:
-            self._left_out += more
-            del self.data[most // 2 : most // 2 + more]
-
-
-def _follow(
-    client: subprocess.Popen[bytes], stdin: bytes, out: _Kept, err: _Kept, deadline: float, cancelled: int
-) -> bool:
-    """Feed the client and read it to the end of its command. Returns False if the time is over, or it is cancelled."""
-    assert client.stdout is not None and client.stderr is not None
-    pending, late = memoryview(stdin), float("inf")
-    with selectors.DefaultSelector() as selector:
-        selector.register(cancelled, selectors.EVENT_READ)
-        for stream, kept in ((client.stdout, out), (client.stderr, err)):
-            selector.register(stream, selectors.EVENT_READ, kept)
-        if client.stdin is not None:
-            os.set_blocking(client.stdin.fileno(), False)
-            selector.register(client.stdin, selectors.EVENT_WRITE)
-        open_streams = 2
-        while open_streams and time.monotonic() < late:
-            if (now := time.monotonic()) >= deadline:
-                return False
-            for key, _ in selector.select(min(deadline, late) - now):
-                if key.fileobj == cancelled:
-                    return False
-                if key.data is None:
-                    pending = pending[_write(key.fd, pending) :]
-                    if not pending:
-                        selector.unregister(key.fileobj)
-                        assert client.stdin is not None
-                        client.stdin.close()
-                    continue
-                new = os.read(key.fd, _CHUNK)
-                key.data.add(new)
-                if not new or (key.data is err and err.code is not None):
-                    selector.unregister(key.fileobj)
-                    open_streams -= 1
-            if err.code is not None and late == float("inf"):
-                late = time.monotonic() + _LATE_SECONDS
-    if err.code is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            client.wait(max(0.0, deadline - time.monotonic()))
-        return client.poll() is not None
-    return True
-
-
-def _end_client(client: subprocess.Popen[bytes]) -> None:
-    """What it has started in the box may hold its streams for longer."""
-    client.kill()
-    client.wait()
-    for stream in (client.stdout, client.stderr, client.stdin):
-        if stream is not None:
-            with contextlib.suppress(OSError):  # input that was not read
-                stream.close()
-
-
-def _write(descriptor: int, data: memoryview) -> int:
-    try:
-        return os.write(descriptor, data[:_CHUNK])
-    except BlockingIOError:
-        return 0
-    except BrokenPipeError:  # it reads no more
-        return len(data)
-
-
-async def _in_thread(call: Callable[[int], _Result]) -> _Result:
-    """`call` in a thread, with a descriptor that becomes readable when the awaiting task is cancelled."""
-    reads, writes = os.pipe()
-
-    def run() -> _Result:
-        try:
-            return call(reads)
-        finally:
-            os.close(reads)
-
-    try:
-        return await asyncio.to_thread(run)
-    finally:
-        os.close(writes)  # the end of the pipe is readable too

@@ -8,42 +8,36 @@ boxes.close()                                                  at the end of the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import ValidationError
 
-from octetrl.boxes.box import Box, BoxError
+from octetrl.boxes.box import Box, BoxError, program_of
 from octetrl.boxes.bubblewrap import BubblewrapBox
 from octetrl.boxes.containers import Container, sweep
+from octetrl.boxes.loop import on_loop, start_on_loop
 from octetrl.config.box import BoxConfig
 from octetrl.records import Task
 from octetrl.system.errors import UserError
 
-_ENDING = 16  # boxes that end at once
 _TRIED_PORT = 40_000  # in a box where nothing else runs
 
 
 async def open_box(config: BoxConfig) -> Box:
     """Start a box. Raises BoxError."""
-    box = _made(config)
-    try:
-        await asyncio.to_thread(box.start)
-    except BaseException:  # cancelled, too
-        await asyncio.shield(box.close())
-        raise
-    return box
-
-
-def _made(config: BoxConfig) -> Box:
     if sys.platform != "linux":
         raise BoxError(f"boxes need Linux, this is {sys.platform}")
-    return BubblewrapBox(config) if config.kind == "bubblewrap" else Container(config)
+    box = BubblewrapBox(config) if config.kind == "bubblewrap" else Container(config)
+    try:
+        await on_loop(box.start())
+    except BaseException:  # cancelled, too
+        await box.close()
+        raise
+    return box
 
 
 class RolloutBoxes:
@@ -85,8 +79,8 @@ class RolloutBoxes:
         return self._failure or next((box.lost for box in self.opened if box.lost is not None), None)
 
     async def close(self) -> None:
-        await asyncio.gather(*(box.close() for box in self.opened))
-        self._owner.forget(self.opened)
+        await _close(self.opened)
+        self._owner.running.difference_update(self.opened)
 
 
 class Boxes:
@@ -94,8 +88,8 @@ class Boxes:
 
     def __init__(self, config: BoxConfig | None) -> None:
         self.config = config
-        self._open: list[Box] = []
-        self._swept: dict[tuple[str, ...], BoxConfig] = {}
+        self.running: set[Box] = set()
+        self._swept: list[list[str]] = []  # programs
         self._lock = threading.Lock()
 
     def of(self, task: Task) -> RolloutBoxes:
@@ -115,39 +109,29 @@ class Boxes:
         return config.model_copy(update={"image": image_of(config.image, task)})
 
     async def open(self, config: BoxConfig) -> Box:
+        """Before the first box of a program, those are removed that killed runs have left. Raises BoxError."""
         await asyncio.to_thread(self._sweep, config)
         box = await open_box(config)
-        with self._lock:
-            self._open.append(box)
+        self.running.add(box)
         return box
 
-    def forget(self, closed: Sequence[Box]) -> None:
-        with self._lock:
-            self._open = [box for box in self._open if box not in closed]
-
     def close(self) -> None:
-        """End the boxes that are still open, and those that earlier runs left."""
-        with ThreadPoolExecutor(_ENDING) as threads:
-            list(threads.map(Box.end, self._open))
-        self._open = []
-        for config in self._swept.values():
-            with contextlib.suppress(BoxError):  # what makes them is gone, and all boxes of this run have been ended
-                _swept(config)
+        """End the boxes that still run."""
+        start_on_loop(_close(self.running)).result()
 
     def _sweep(self, config: BoxConfig) -> None:
-        """Before the first box of a program."""
-        program = (config.kind, *(config.program or ()))
         with self._lock:
-            if program not in self._swept and config.kind != "bubblewrap":
-                self._swept[program] = config
-                _swept(config)
+            if config.kind == "bubblewrap" or program_of(config) in self._swept:
+                return
+            self._swept.append(program_of(config))
+            try:
+                sweep(config)
+            except OSError as error:
+                raise BoxError(f"{config.kind}: {error}") from error
 
 
-def _swept(config: BoxConfig) -> None:
-    try:
-        sweep(config)
-    except OSError as error:
-        raise BoxError(f"{config.kind}: {error}") from error
+async def _close(boxes: Collection[Box]) -> None:
+    await asyncio.gather(*(box.close() for box in boxes))
 
 
 def image_of(name: str, task: Task) -> str:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from pathlib import Path
 
-from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError
+from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError, program_of
 from octetrl.boxes.relay import ENTER, open_namespaces
 from octetrl.config.box import BoxConfig
 from octetrl.process.levels import find_interpreters
 
-_NAMESPACES = ("user", "pid", "mnt", "ipc", "uts", "net")  # the user namespace first: it gives the right to enter
 _CONFIGURATION = (
     *("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/passwd", "/etc/group", "/etc/hosts"),
     *("/etc/nsswitch.conf", "/etc/resolv.conf", "/etc/localtime", "/etc/profile", "/etc/bash.bashrc"),
@@ -31,38 +29,25 @@ _MIB = 1 << 20
 
 
 class BubblewrapBox(Box):
-    client_env: Mapping[str, str] | None = MappingProxyType({})  # a box sees that of its processes before they begin
-
     def __init__(self, config: BoxConfig) -> None:
         super().__init__(config)
-        self._namespaces: list[int] = []
-        self._info, self._info_end = -1, -1
         self._pid = 0
 
-    def start_command(self) -> tuple[list[str], list[int]]:
+    def start_command(self) -> list[str]:
         config, image = self.config, self.config.image
-        program = [*(config.program or ["bwrap"])]
-        if shutil.which(program[0]) is None:
-            raise BoxError(f"{program[0]} is not installed; install bubblewrap, or choose another environment.box.kind")
-        self._info, self._info_end = os.pipe()
-        words = [*program, "--unshare-user", "--uid", "0", "--gid", "0", "--hostname", "box", "--cap-drop", "ALL"]
-        words += [f"--unshare-{name}" for name in ("pid", "ipc", "uts", "cgroup-try")]
+        words = [*program_of(config), "--unshare-user", "--uid", "0", "--gid", "0", "--hostname", "box"]
+        words += ["--cap-drop", "ALL", *(f"--unshare-{name}" for name in ("pid", "ipc", "uts", "cgroup-try"))]
         words += ["--clearenv", "--setenv", "PATH", _ENVIRONMENT["PATH"]]  # the run's has keys
         words += ["--unshare-net"] if config.network == "off" else []
         words += self._machine() if image is None else ["--bind", f"{_SCRATCH}/root", "/", "--chdir", "/"]
         words += ["--as-pid-1", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-        words += ["--info-fd", str(self._info_end)]
         words += ["--remount-ro", "/"] if image is None else []
         words += [*config.options, "--", "sh", "-c", PAYLOAD]
-        return (words if image is None else _over(image, config.memory_mib, words)), [self._info_end]
+        return words if image is None else _over(image, config.memory_mib, words)
 
     def _machine(self) -> list[str]:
         """This machine's programs, the interpreter of the run among them, and room to write."""
-        interpreter, words = find_interpreters()[0], list[str]()
-        for folder in interpreter.folders:
-            words += ["--ro-bind", folder, folder]
-        for path, target in interpreter.links.items():
-            words += ["--symlink", target, path]
+        words = find_interpreters()[0].bubblewrap_options()
         for path in _CONFIGURATION:
             words += ["--ro-bind-try", os.path.realpath(path), path]
         for folder in ("/tmp", "/work"):
@@ -70,15 +55,12 @@ class BubblewrapBox(Box):
         return [*words, "--chdir", "/work"]
 
     def started(self) -> None:
-        os.close(self._info_end)
-        with open(self._info) as info:
-            self._pid = json.load(info)["child-pid"]
-        self._info = self._info_end = -1
-        self._namespaces = open_namespaces(self._pid, _NAMESPACES)
+        assert self._process is not None
+        bwrap = self._process.pid
+        (self._pid,) = map(int, Path(f"/proc/{bwrap}/task/{bwrap}/children").read_text().split())
+        self.descriptors = (open_namespaces(self._pid),)
 
-    def client(
-        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool
-    ) -> tuple[list[str], list[int]]:
+    def client(self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool) -> list[str]:
         if user not in (None, "root", "0"):
             raise BoxError(f"user {user}: boxes of bubblewrap have root alone; leave user out")
         folder = "/work" if self.config.image is None else "/"
@@ -87,23 +69,21 @@ class BubblewrapBox(Box):
             own = os.path.dirname(find_interpreters()[0].executable)
             given = {**given, "PATH": f"{own}:{given['PATH']}", "HOME": "/work", **env}
         order = {
-            "namespaces": self._namespaces,
+            "namespaces": self.descriptors[0],
             "command": list(command),
             "env": given,
             "cwd": folder,
             "memory_bytes": self.config.memory_mib * _MIB,
             "processes": MOST_PROCESSES,
         }
-        return [*ENTER, json.dumps(order)], self._namespaces
+        return [*ENTER, json.dumps(order)]
 
     def find_pid(self) -> int:
         return self._pid
 
     def clean(self, *, ended_by_itself: bool) -> None:
-        for descriptor in (*self._namespaces, self._info, self._info_end):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._namespaces = []
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 def _over(image: str, memory_mib: int, command: Sequence[str]) -> list[str]:

@@ -6,14 +6,16 @@ container whose run was killed, and that did not end with it, is recognised by t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError
+from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError, program_of
 from octetrl.config.box import BoxConfig
 
 LABEL = "octetrl-box"
@@ -25,29 +27,31 @@ _numbers = itertools.count()
 class Container(Box):
     def __init__(self, config: BoxConfig) -> None:
         super().__init__(config)
-        self._program = program_of(config)
-        self.name = f"{_owner()}-{next(_numbers)}"
+        self.name = f"{_place()}-{os.getpid()}-{begun(os.getpid())}-{next(_numbers)}"
 
-    def start_command(self) -> tuple[list[str], list[int]]:
+    def start_command(self) -> list[str]:
         config = self.config
         if config.image is None:
             raise BoxError("the box has no image; name it in environment.box.image")
-        words = [*self._program, "run", "-i", "--rm", "--name", self.name, "--label", LABEL, "--entrypoint", "sh"]
+        words = [*program_of(config), "run", "-i", "--rm", "--name", self.name, "--label", LABEL, "--entrypoint", "sh"]
         words += ["--network", _NETWORKS[config.network], "--memory", f"{config.memory_mib}m"]
         words += ["--pids-limit", str(MOST_PROCESSES)]
         words += [] if config.cpus is None else ["--cpus", str(config.cpus)]
-        return [*words, *config.options, config.image, "-c", PAYLOAD], []
+        return [*words, *config.options, config.image, "-c", PAYLOAD]
 
-    def client(
-        self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool
-    ) -> tuple[list[str], list[int]]:
-        words = [*self._program, "exec", *(["-i"] if reads else []), *([] if user is None else ["--user", user])]
+    def client(self, command: Sequence[str], env: Mapping[str, str], user: str | None, *, reads: bool) -> list[str]:
+        words = [
+            *program_of(self.config),
+            "exec",
+            *(["-i"] if reads else []),
+            *([] if user is None else ["--user", user]),
+        ]
         for name, value in env.items():
             words += ["--env", f"{name}={value}"]
-        return [*words, self.name, *command], []
+        return [*words, self.name, *command]
 
     def find_pid(self) -> int:
-        pid = int(_said([*self._program, "inspect", "--format", "{{.State.Pid}}", self.name]))
+        pid = int(call_engine(self.config, "inspect", "--format", "{{.State.Pid}}", self.name))
         try:
             environment = Path(f"/proc/{pid}/cmdline").read_bytes()
         except FileNotFoundError:
@@ -61,14 +65,10 @@ class Container(Box):
             remove(self.config, [self.name])
 
 
-def program_of(config: BoxConfig) -> list[str]:
-    return list(config.program or [config.kind])
-
-
 def sweep(config: BoxConfig) -> list[str]:
     """Remove the containers of runs of this machine that have ended without them. Returns their names. Raises
     OSError."""
-    listed = _said([*program_of(config), "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}"])
+    listed = call_engine(config, "ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
     left = [name for name in listed.split() if _is_left(name)]
     remove(config, left)
     return left
@@ -77,7 +77,8 @@ def sweep(config: BoxConfig) -> list[str]:
 def remove(config: BoxConfig, names: Sequence[str]) -> None:
     for name in names:
         for words in (["kill"], ["rm", "-f"]):  # podman's rm waits 10 s for a process to end by itself
-            subprocess.run([*program_of(config), *words, name], capture_output=True, timeout=_SECONDS, check=False)
+            with contextlib.suppress(OSError):  # it has ended
+                call_engine(config, *words, name)
 
 
 @cache
@@ -87,17 +88,9 @@ def _place() -> str:
     return f"octetrl-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _owner() -> str:
-    pid = os.getpid()
-    return f"{_place()}-{pid}-{begun(pid)}"
-
-
 def _is_left(name: str) -> bool:
-    place, *words = name.rsplit("-", 3)
-    if place != _place() or len(words) != 3 or not all(word.isdigit() for word in words):
-        return False
-    pid, start, _ = map(int, words)
-    return begun(pid) != start
+    owner = re.fullmatch(rf"{_place()}-(\d+)-(\d+)-\d+", name)
+    return owner is not None and begun(int(owner[1])) != int(owner[2])
 
 
 def begun(pid: int) -> int:
@@ -108,14 +101,16 @@ def begun(pid: int) -> int:
         return -1
 
 
-def _said(command: Sequence[str]) -> str:
-    """Its output. Raises OSError if it fails."""
+def call_engine(config: BoxConfig, *words: str, seconds: float = _SECONDS) -> str:
+    """What a command of docker or podman prints. Raises OSError if it fails, and BoxError without the program."""
+    program = program_of(config)
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except FileNotFoundError as error:
-        raise OSError(f"{command[0]} is not installed") from error
+        ended = subprocess.run(
+            [*program, *words], capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} said nothing in {_SECONDS:g} s") from error
+        raise OSError(f"{program[0]} {words[0]} has not ended in {seconds:g} s") from error
     if ended.returncode != 0:
-        raise OSError(" ".join(ended.stderr.split())[-300:] or f"{command[0]}: exit code {ended.returncode}")
+        said = " ".join((ended.stderr or ended.stdout).split())[-300:]
+        raise OSError(said or f"{program[0]}: exit code {ended.returncode}")
     return ended.stdout

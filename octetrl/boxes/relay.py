@@ -13,43 +13,32 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 _SECONDS = 30.0
 _CHUNK = 1 << 16
-ENTER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py"))]
+# Without the run's variables: a box sees those of its processes before they begin.
+ENTER = ["env", "-i", sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py"))]
 
 
-class Relay:
-    """Forwards 127.0.0.1:`port` inside the namespaces to 127.0.0.1:`port` here, until `close`.
+async def relay_from(listening: socket.socket, port: int) -> asyncio.Server:
+    """Forward its connections to 127.0.0.1:`port`, until the result is closed."""
+    tasks = set[asyncio.Task[None] | None]()
 
-    namespaces: descriptors of the box's user and network namespaces. Raises OSError if they can't be entered."""
-
-    def __init__(self, namespaces: Sequence[int], port: int) -> None:
-        self._port, self._tasks = port, set[asyncio.Task[None] | None]()
-        listening = _listening_there(namespaces, port)
-        self._server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._connect, sock=listening), _loop()
-        ).result(_SECONDS)
-
-    def close(self) -> None:
-        _loop().call_soon_threadsafe(self._server.close)
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
-        self._tasks.add(task)  # asyncio drops its own reference with the connection, which may be reset before the end
+        tasks.add(task)  # asyncio drops its own reference with the connection, which may be reset before the end
         try:
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer))
             there_writer.close()
         except OSError:  # the policy's server has ended
             pass
         finally:
             writer.close()
-            self._tasks.discard(task)
+            tasks.discard(task)
+
+    return await asyncio.start_server(connect, sock=listening)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,39 +51,26 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-def _listening_there(namespaces: Sequence[int], port: int) -> socket.socket:
+def listen_in(pid: int, port: int) -> socket.socket:
+    """A socket that listens on 127.0.0.1:`port` in the network namespace of a process. Raises OSError if it can't be
+    entered."""
+    namespaces = open_namespaces(pid)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        order = json.dumps({"namespaces": list(namespaces), "port": port, "socket": theirs.fileno()})
-        ended = subprocess.run(
-            [*ENTER, order],
-            pass_fds=[*namespaces, theirs.fileno()],
-            capture_output=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+        order = json.dumps({"namespaces": namespaces, "port": port, "socket": theirs.fileno()})
+        inherited = (namespaces, theirs.fileno())
+        try:
+            ended = subprocess.run(
+                [*ENTER, order], pass_fds=inherited, capture_output=True, timeout=_SECONDS, check=False
+            )
+        finally:
+            os.close(namespaces)
         if ended.returncode != 0:
             raise OSError(ended.stderr.decode(errors="replace").strip().rpartition("\n")[2])
         _, descriptors, *_ = socket.recv_fds(ours, 1, 1)
         return socket.socket(fileno=descriptors[0])
 
 
-def open_namespaces(pid: int, names: Sequence[str]) -> list[int]:
-    """Descriptors, which keep naming these namespaces when the process has ended. Raises OSError."""
-    opened: list[int] = []
-    try:
-        for name in names:
-            opened.append(os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        for descriptor in opened:
-            os.close(descriptor)
-        raise
-    return opened
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One loop for all relays, in a thread of its own: boxes outlive the loops of the functions that use them."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="boxes", daemon=True).start()
-    return loop
+def open_namespaces(pid: int) -> int:
+    """A descriptor of the folder with the namespaces of a process, and never of another with its number."""
+    return os.open(f"/proc/{pid}/ns", os.O_RDONLY | os.O_DIRECTORY)

@@ -28,8 +28,6 @@ import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +36,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from octetrl.boxes.box import Box
-from octetrl.boxes.containers import program_of
+from octetrl.boxes.box import Box, BoxError, program_of
+from octetrl.boxes.containers import call_engine
 from octetrl.config.box import BoxConfig
 from octetrl.config.environment import AgentConfig, EnvironmentConfig
 from octetrl.environments.dialogue import ConversationLimits, Failed
@@ -189,23 +187,18 @@ class HarborEnvironment:
         """The name of the task's image, which is built if there is none. Raises Failed."""
         if self.box.image is not None or own.image is not None:
             return self.box.image or own.image
-        tag, program = f"octetrl-harbor:{own.digest[:24]}", program_of(self.box)
+        tag = f"octetrl-harbor:{own.digest[:24]}"
         with self._built.setdefault(tag, threading.Lock()), self._builds:
-            inspected = _called([*program, "image", "inspect", tag], 60.0)
-            if inspected.returncode != 0:
-                words = [*program, "build", "--tag", tag, *self.build_options, str(own.folder / "environment")]
-                built = _called(words, own.build_seconds)
-                if built.returncode != 0:
-                    said = " ".join((built.stderr or built.stdout)[-_SHOWN:].split())
-                    raise Failed(RolloutStatus.BOX_ERROR, f"the image of {own.name} can't be built: {said}")
+            try:
+                call_engine(self.box, "image", "inspect", tag)
+            except OSError:  # there is none
+                words = ("build", "--tag", tag, *self.build_options, str(own.folder / "environment"))
+                try:
+                    call_engine(self.box, *words, seconds=own.build_seconds)
+                except OSError as error:
+                    said = f"the image of {own.name} can't be built: {error}"
+                    raise Failed(RolloutStatus.BOX_ERROR, said) from error
         return tag
-
-
-def _called(words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failed(RolloutStatus.BOX_ERROR, f"{words[0]}: {error}") from error
 
 
 async def _shell(box: Box, script: str) -> None:
@@ -283,8 +276,10 @@ def harbor_environment(folder: str, config: EnvironmentConfig) -> HarborEnvironm
     tasks = [read_task(path, box) for path in found if path.name not in left_out]
     if not tasks:
         raise UserError(f"{_FIELD}: '{folder}' has no tasks; give a folder of folders with a task.toml")
-    if box.kind != "bubblewrap" and shutil.which(program_of(box)[0]) is None:
-        raise UserError(f"environment.box: {program_of(box)[0]} is not installed; install it, or choose another kind")
+    try:
+        program_of(box)
+    except BoxError as error:
+        raise UserError(f"environment.box: {error}") from error
     name = parameters.get("agent")
     agent = None if name is None else load_object("environment.parameters.agent", name, config.load_timeout_seconds)
     if agent is not None and not inspect.iscoroutinefunction(agent):

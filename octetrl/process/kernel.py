@@ -18,6 +18,8 @@ import struct
 import sys
 
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
+_BOUNDING_READ, _BOUNDING_DROP, _AMBIENT, _CLEAR_ALL = 23, 24, 47, 4
+_CAPSET_VERSION = 0x20080522
 _CAP_SYS_PTRACE = 19
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15
@@ -64,6 +66,26 @@ def sees_descriptors_of_others() -> bool:
 def give_up_privileges_for_good() -> None:
     """No program run from here on gains rights by its set-user-id bit or its capabilities."""
     _prctl(_NO_NEW_PRIVILEGES, 1, what="no new privileges")
+
+
+def drop_capabilities() -> None:
+    """Those of root, and those that entering a user namespace gives, for good."""
+    give_up_privileges_for_good()
+    for number in range(64):
+        if _libc.prctl(_BOUNDING_READ, ctypes.c_ulong(number)) > 0:
+            _prctl(_BOUNDING_DROP, number, what="bounding set")
+    _prctl(_AMBIENT, _CLEAR_ALL, what="ambient set")
+    _checked(_libc.capset(struct.pack("=Ii", _CAPSET_VERSION, 0), bytes(24)), "capset")
+
+
+def enter_namespaces(folder: int, *names: str) -> None:
+    """folder: a descriptor of /proc/PID/ns."""
+    descriptors = [os.open(name, os.O_RDONLY, dir_fd=folder) for name in names]
+    own = {os.stat(f"/proc/self/ns/{name}").st_ino for name in names}
+    for descriptor in descriptors:
+        if os.fstat(descriptor).st_ino not in own:  # its own can't be entered again, and may not be
+            _checked(_libc.setns(descriptor, 0), "setns")
+        os.close(descriptor)
 
 
 def takes_filters() -> bool:

@@ -80,6 +80,10 @@ class Interpreter:
     folders: tuple[str, ...]  # what it reads, files among them: none inside another
     links: dict[str, str]  # symbolic links of the root folder, such as /bin -> usr/bin
 
+    def bubblewrap_options(self) -> list[str]:
+        bound = [word for folder in self.folders for word in ("--ro-bind", folder, folder)]
+        return bound + [word for path, target in self.links.items() for word in ("--symlink", target, path)]
+
 
 @cache
 def find_interpreters(path: str | None = None) -> tuple[Interpreter, ...]:
@@ -125,10 +129,7 @@ def bubblewrap_command(interpreter: Interpreter, package: Path, room_bytes: int)
     for above in sorted({str(parent) for path in shown for parent in Path(path).parents}):
         if above not in ("/", "/tmp"):
             command += ["--perms", "0755", "--dir", above]  # by itself it would make them for its own user alone
-    for folder in interpreter.folders:
-        command += ["--ro-bind", folder, folder]
-    for path, target in interpreter.links.items():
-        command += ["--symlink", target, path]
+    command += interpreter.bubblewrap_options()
     for device in DEVICES:
         command += ["--dev-bind", device, device]
     command += ["--symlink", "/proc/self/fd/0", "/dev/stdin", "--symlink", "/proc/self/fd/1", "/dev/stdout"]

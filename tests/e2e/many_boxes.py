@@ -1,6 +1,6 @@
 """Strains boxes of every kind that works here, and shows that nothing of them is left.
 
-    python -m tests.e2e.many_boxes [--boxes 200] [--at-once 16] [--kinds bubblewrap podman]      or: make test-faults
+    python -m tests.e2e.many_boxes [--boxes 200] [--at-once 16] [--kinds podman docker]      or: make test-faults
 
 - `boxes` of them, `at-once` at any time, each with commands and files;
 - a box in which a program starts processes without an end, beside others that go on working;
@@ -28,9 +28,9 @@ from pathlib import Path
 import pytest
 
 from octetrl.boxes import bubblewrap, containers
-from octetrl.boxes.box import OUTPUT_BYTES, Box, BoxError
+from octetrl.boxes.box import OUTPUT_BYTES, Box, BoxError, program_of
 from octetrl.boxes.boxes import open_box
-from octetrl.boxes.containers import LABEL, program_of, sweep
+from octetrl.boxes.containers import LABEL, sweep
 from octetrl.config.box import BoxConfig
 from tests.unit.boxes.made import config_of
 
@@ -227,9 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="strain boxes, and count what is left of them")
     parser.add_argument("--boxes", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--kinds", nargs="+", default=["bubblewrap", "podman"])
+    parser.add_argument("--kinds", nargs="+", default=["bubblewrap", "podman", "docker"])
     given = parser.parse_args()
-    bubblewrap.MOST_PROCESSES = containers.MOST_PROCESSES = PROCESSES  # type: ignore[misc]
+    bubblewrap.MOST_PROCESSES = containers.MOST_PROCESSES = PROCESSES
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         for kind in given.kinds:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.test_agents import AGENT, read_bytes
 from tests.e2e.tiny_run import read_lines, run
-from tests.unit.boxes.made import config_of
+from tests.unit.boxes.made import ENGINES, config_of
 
 FETCHES = """
 import json, os, sys, urllib.request
@@ -23,7 +23,10 @@ print(json.load(urllib.request.urlopen(request))["id"])
 """
 WGET = """exec wget -q -O - --header "Content-Type: application/json" --header "Authorization: Bearer $OPENAI_API_KEY" \
 --post-data '{"model": "any", "messages": [{"role": "user", "content": "'"$1"'"}]}' $OPENAI_BASE_URL/chat/completions"""
-COMMANDS = {"bubblewrap": ["python3", "-c", FETCHES, "{prompt}"], "podman": ["sh", "-c", WGET, "sh", "{prompt}"]}
+COMMANDS = {
+    "bubblewrap": ["python3", "-c", FETCHES, "{prompt}"],
+    **{kind: ["sh", "-c", WGET, "sh", "{prompt}"] for kind in ENGINES},
+}
 
 
 def boxed(config: Any, mark: str, **changes: Any) -> dict[str, Any]:

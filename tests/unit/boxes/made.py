@@ -1,4 +1,4 @@
-"""Boxes of each kind that works here: bubblewrap, and podman with an image of busybox."""
+"""Boxes of each kind that works here: bubblewrap, and podman and docker with an image of busybox."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tarfile
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, cast
 
 from octetrl.boxes.boxes import try_box
 from octetrl.config.box import BoxConfig
@@ -20,13 +21,17 @@ IMAGE = "octetrl-test-busybox:1"
 BUSYBOX = "/bin/busybox"
 # What a container with root's name and few of its rights lets podman do: no control groups, no limits above its own.
 NARROW = ("--cgroups=no-conmon", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1000:1000")
-PODMANS = (("podman",), ()), (("podman", "--runtime", "runc", "--storage-driver", "vfs"), NARROW)
+RUNC = ("podman", "--runtime", "runc")
+ENGINES: dict[str, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {  # programs and options to try
+    "podman": ((("podman",), ()), (RUNC, NARROW), ((*RUNC, "--storage-driver", "vfs"), NARROW)),
+    "docker": ((("docker",), ()),),
+}
 
 
 def config_of(kind: str, folder: Path) -> BoxConfig:
     """Settings with which a box of this kind starts here; skips the test if there are none."""
-    if kind == "podman":
-        return _podman()
+    if kind in ENGINES:
+        return _engine(kind)
     config = BUBBLEWRAP
     if kind == "folder":
         if not os.path.exists(BUSYBOX):
@@ -49,20 +54,26 @@ def root_folder(folder: Path) -> Path:
 
 
 @cache
-def _podman() -> BoxConfig:
-    if shutil.which("podman") is None or not os.path.exists(BUSYBOX):
-        missing("podman", "podman or busybox-static is not installed")
+def _engine(kind: str) -> BoxConfig:
+    if shutil.which(kind) is None or not os.path.exists(BUSYBOX):
+        missing(kind, f"{kind} or busybox-static is not installed")
     reason: str | None = None
-    for program, options in PODMANS:
+    for program, options in ENGINES[kind]:
         _import(program)
-        config = BoxConfig(kind="podman", image=IMAGE, program=program, options=options, memory_mib=512)
+        config = BoxConfig(
+            kind=cast("Any", kind),
+            image=IMAGE,
+            program=program,
+            options=options,
+            memory_mib=512,
+        )
         if (reason := _refused(config)) is None:
             return config
-    missing("podman", reason or "")
+    missing(kind, reason or "")
 
 
 def _import(program: tuple[str, ...]) -> None:
-    if subprocess.run([*program, "image", "exists", IMAGE], capture_output=True, check=False).returncode == 0:
+    if subprocess.run([*program, "image", "inspect", IMAGE], capture_output=True, check=False).returncode == 0:
         return
     with TemporaryDirectory() as folder:
         root, archive = root_folder(Path(folder) / "root"), Path(folder) / "root.tar"

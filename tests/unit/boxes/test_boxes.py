@@ -11,19 +11,20 @@ from collections.abc import Awaitable, Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
-from octetrl.boxes.box import Box, BoxError
+from octetrl.boxes.box import PAYLOAD, Box, BoxError
 from octetrl.boxes.boxes import Boxes, open_box
 from octetrl.boxes.containers import LABEL, Container, begun, remove, sweep
 from octetrl.config.box import BoxConfig
 from octetrl.records import Task
 from octetrl.system.errors import UserError
-from tests.unit.boxes.made import IMAGE, config_of
+from tests.unit.boxes.made import ENGINES, IMAGE, config_of
 
 
-@pytest.fixture(params=["bubblewrap", "folder", "podman"])
+@pytest.fixture(params=["bubblewrap", "folder", "podman", "docker"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> BoxConfig:
     return config_of(request.param, tmp_path)
 
@@ -245,8 +246,9 @@ def test_a_start_that_failed_counts_until_another_box_has_started(tmp_path: Path
     asyncio.run(use())
 
 
-def test_a_connection_that_is_cut_is_no_exit_code(tmp_path: Path) -> None:
-    config = config_of("podman", tmp_path)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_connection_that_is_cut_is_no_exit_code(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path)
 
     async def use(box: Box) -> None:
         running = asyncio.create_task(box.run(["sh", "-c", "echo >/tmp/begun; sleep 60"]))
@@ -290,8 +292,9 @@ def test_a_box_ends_with_its_run_however_that_ends(config: BoxConfig) -> None:
         time.sleep(0.02)
 
 
-def test_containers_that_a_killed_run_left_are_removed_and_no_others(tmp_path: Path) -> None:
-    config = config_of("podman", tmp_path)
+@pytest.mark.parametrize("kind", ENGINES)
+def test_containers_that_a_killed_run_left_are_removed_and_no_others(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path)
     program, (ours, *_) = list(config.program or ()), Container(config).name.rsplit("-", 3)
     left, other = f"{ours}-{2**22}-1-0", f"octetrl-another-machine-1-{2**22}-1-0"
     live = f"{ours}-{os.getpid()}-{begun(os.getpid())}-99999"
@@ -299,7 +302,7 @@ def test_containers_that_a_killed_run_left_are_removed_and_no_others(tmp_path: P
         words = ["run", "-d", "-i", "--name", name, "--label", LABEL, *config.options, "--network", "none", IMAGE]
         subprocess.run([*program, *words, "cat"], check=True, capture_output=True)
     try:
-        assert sweep(config) == [left]
+        assert set(sweep(config)) <= {left}  # or another test's process has removed it
         shown = subprocess.run([*program, "ps", "-a", "--format", "{{.Names}}"], capture_output=True, text=True)
         assert set(shown.stdout.split()) & {left, other, live} == {other, live}
     finally:
@@ -324,3 +327,17 @@ def test_what_a_box_needs_is_said_before_it_is_used() -> None:
     ):
         with pytest.raises(BoxError):
             asyncio.run(open_box(config))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_the_command_lines_of_an_engine(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their words are those of `docker run --help` and `docker exec --help`, of 28.2 and 20.10, and of podman 4.3."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    given = {"image": "swe:1", "cpus": 1.5, "memory_mib": 64, "network": "bridge", "options": ("--gpus", "all")}
+    box = Container(BoxConfig(kind=kind, **given))
+    limits = ["--network", "bridge", "--memory", "64m", "--pids-limit", "4096", "--cpus", "1.5", "--gpus", "all"]
+    named = ["--name", box.name, "--label", "octetrl-box", "--entrypoint", "sh"]
+    assert box.start_command() == [kind, "run", "-i", "--rm", *named, *limits, "swe:1", "-c", PAYLOAD]
+    words = box.client(["a", "b c"], {"A": "b=c d"}, "me", reads=True)
+    assert words == [kind, "exec", "-i", "--user", "me", "--env", "A=b=c d", box.name, "a", "b c"]
+    assert box.client(["a"], {}, None, reads=False) == [kind, "exec", box.name, "a"]
