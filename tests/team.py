@@ -38,12 +38,19 @@ def run_workers(count: int, connect: Callable[..., Peers], work: Callable[[Peers
 
 
 def run_team(
-    count: int, work: Callable[[Peers], Result], *, gradients: GradientMode = "local", deadline_seconds: float = 60.0
+    count: int,
+    work: Callable[[Peers], Result],
+    *,
+    gradients: GradientMode = "local",
+    owners: int | None = None,
+    deadline_seconds: float = 60.0,
 ) -> list[Result]:
-    """Workers that each have the whole model."""
+    """Workers that each have the whole model. `owners`: of all rows together, if not all workers."""
 
     def connect(store: object, share: Share) -> Peers:
-        return ProcessGroupPeers(store, share, CPU, gradients=gradients, deadline_seconds=deadline_seconds)
+        return ProcessGroupPeers(
+            store, share, CPU, gradients=gradients, owners=owners, deadline_seconds=deadline_seconds
+        )
 
     return run_workers(count, connect, work)
 

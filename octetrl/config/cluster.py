@@ -10,6 +10,7 @@ from octetrl.config.limits import MOST_CPUS, MOST_GPUS
 from octetrl.config.section import Section
 
 LEAST_SILENCE = 2.0  # seconds; of deadlines.silent_seconds
+MOST_OWNERS = 16  # workers in a group that owns all rows; among more, rows of 128 no longer divide evenly
 ROLE_FIELDS = ("cluster.trainer_gpus", "cluster.engine_gpus", "cluster.trainer_cpus", "cluster.engine_cpus")
 
 
@@ -131,6 +132,11 @@ class ClusterConfig(Section):
         return self.num_trainers // self.tensor_parallel
 
     @property
+    def num_owners(self) -> int:
+        """Number of workers that own the rows of a trained model together, each of them some."""
+        return owners_of(self.num_groups)
+
+    @property
     def starts_ray(self) -> bool:
         """Whether the run starts Ray on this machine."""
         return self.uses_ray and self.address in (None, "local")
@@ -144,6 +150,17 @@ SEVERAL = (  # fields of a cluster without a meaning for one worker
     *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus", "nodes", "gpus_per_node"),
     *("workers_per_gpu", "tensor_parallel", "address", "max_staleness", "weights_in_flight", "weight_buffer"),
 )
+
+
+def owners_of(workers: int) -> int:
+    """Number of `workers`, which train the same weights, that own all rows together; other groups of as many own them
+    again. Up to MOST_OWNERS are one group, and so are more that do not divide into groups of over half as many."""
+    sizes = (
+        MOST_OWNERS,
+        MOST_OWNERS // 2,
+        *range(MOST_OWNERS - 1, MOST_OWNERS // 2, -1),
+    )  # rows divide by the first two
+    return workers if workers <= MOST_OWNERS else next((size for size in sizes if workers % size == 0), workers)
 
 
 def one_worker(cluster: ClusterConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Estimates the memory of one of several workers from that of a run with one (memory.py). No torch.
 
 Of workers that train and generate, the rows of a trained weight have one owner among the workers that hold the same
-part of the model. Only the owner has
+part of the model, or in each group of them (`ClusterConfig.num_owners`). Only an owner has
 
     the moments and masters of these rows
     their weights, if training is FP8: the other workers have codes alone
@@ -52,7 +52,7 @@ def on_each_worker(recipe: Recipe, estimate: MemoryEstimate, available: int | No
     `estimate`: of one worker that has the same part of the model. `available`: the device's memory. On a GPU a KV cache
     that takes a share of the free memory is larger by what the others own; with None it has no size.
     """
-    owners, per_token = recipe.cluster.num_groups, estimate.kv_bytes_per_token
+    owners, per_token = recipe.cluster.num_owners, estimate.kv_bytes_per_token
     if owners == 1:
         return estimate
     parts = [_share(part, owners) for part in estimate.parts if part.name != CACHE]

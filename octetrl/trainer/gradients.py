@@ -81,7 +81,8 @@ class GradientSums(ABC):
         rounding: GradientRounding | None = None,
     ) -> None:
         """`rows`: the rows of each worker, for each parameter. `rounding`: of BF16 sums; None: they are float32."""
-        self._peers, self._rank, self.rounding = peers, peers.share.rank, rounding
+        self._peers, self._rank, self.rounding = peers, peers.owners.rank, rounding
+        self._is_counted = peers.share.rank < peers.owners.count  # else the first group owns the same rows
         self._dtype = torch.float32 if rounding is None else rounding.dtype
         self._rows = dict(zip(parameters, rows, strict=True))
         self._found: set[str] | None = None  # of `inspect`
@@ -163,8 +164,6 @@ class LocalGradients(GradientSums):
         rounding: GradientRounding | None = None,
     ) -> None:
         super().__init__(parameters, rows, peers, rounding)
-        if rounding is not None:
-            rounding.worker = str(self._rank)
         self._sums = {name: torch.zeros_like(one, dtype=self._dtype) for name, one in parameters.items()}
         self.owned = {name: cut[self._rank].of(self._sums[name]) for name, cut in self._rows.items()}
 
@@ -172,7 +171,7 @@ class LocalGradients(GradientSums):
         if self.rounding is None:
             add_gradient(self._sums[name], gradient)
         else:
-            self.rounding.add(self._sums[name], gradient, name)
+            self.rounding.add(self._sums[name], gradient, name, worker=str(self._peers.share.rank))
 
     def _end_micro_batch(self) -> None:
         pass
@@ -188,7 +187,9 @@ class LocalGradients(GradientSums):
                     own.copy_(total)
                 else:  # other random bits than those of this worker's micro-batches
                     name, first = f"{names[cut.tensor.data_ptr()]}/all workers", int(own.storage_offset())
-                    self.rounding.add(own.zero_(), total, name, first=first)
+                    self.rounding.add(
+                        own.zero_(), total, name, first=first, worker=str(self._rank), is_counted=self._is_counted
+                    )
 
     @property
     def _own_sums(self) -> Collection[Tensor]:
@@ -247,7 +248,8 @@ class ShardedGradients(GradientSums):
                 if self.rounding is None:
                     own += total
                 else:
-                    self.rounding.add(own, total, name, first=start * cut.tensor[:1].numel())
+                    first = start * cut.tensor[:1].numel()
+                    self.rounding.add(own, total, name, first=first, is_counted=self._is_counted)
         self._next += 1
 
     def finish(self) -> None:
@@ -271,13 +273,12 @@ def gradient_sums(
 
 
 class GradientRounding:
-    """Rounds the BF16 sums of one optimizer at random. `worker`: "" if all workers share the random bits of their
-    rows."""
+    """Rounds the BF16 sums of one optimizer at random."""
 
     dtype = torch.bfloat16
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._seed, self._step, self.worker = seed, 0, ""
+        self._seed, self._step = seed, 0
         self._additions: Counter[str] = Counter()  # of each parameter in this optimizer step
         self._squared_error = torch.zeros((), dtype=torch.float64, device=device)
         self._norms: list[Tensor] = []  # of error and gradient [2], of the optimizer steps since `take_metrics`
@@ -288,13 +289,17 @@ class GradientRounding:
         self._additions.clear()
         self._squared_error.zero_()
 
-    def add(self, sum_: Tensor, gradient: Tensor, name: str, *, first: int = 0) -> None:
-        """Add to the sum of parameter `name`, or of a part whose first element has number `first`."""
+    def add(
+        self, sum_: Tensor, gradient: Tensor, name: str, *, first: int = 0, worker: str = "", is_counted: bool = True
+    ) -> None:
+        """Add to the sum of parameter `name`, or of a part whose first element has number `first`. `worker`: whose
+        random bits; "" if an element has the same on all. `is_counted` false: another worker counts the same error."""
         part = f"{name}/{first}"
         self._additions[part] += 1
-        label = f"gradient/{self.worker}/{name}/{self._additions[part]}"
+        label = f"gradient/{worker}/{name}/{self._additions[part]}"
         key = chance_key(seed=self._seed, step=self._step, name=label)
-        add_gradient_rounded(sum_, gradient, self._squared_error, key=key, first=first)
+        error = self._squared_error if is_counted else torch.zeros_like(self._squared_error)
+        add_gradient_rounded(sum_, gradient, error, key=key, first=first)
 
     def end(self, norm: Tensor, peers: Peers) -> None:
         """The sums are complete. norm: of the whole gradient."""

@@ -105,7 +105,7 @@ class Optimizer:
     ) -> None:
         self.config, self.seed, self.step_count = config, seed, 0
         self.parameters, self._peers, self._cut = dict(named_parameters), peers, cut
-        named, share = self.parameters, peers.share
+        named, share = self.parameters, peers.owners
         self.rows = owned_rows(named, share.count, units or {})
         self._device = next(iter(named.values())).device if named else torch.device("cpu")
         rounding = GradientRounding(seed, self._device) if gradients == "bfloat16" else None
@@ -171,6 +171,8 @@ class Optimizer:
         norm = self._norm(counted)
         if self._peers.share.count > 1 or self._peers.group.size > 1:
             square = norm.double().square().reshape(1).to(self._device)
+            if self._peers.share.rank >= self._peers.owners.count:  # the first group owns the same rows
+                square.zero_()
             square = self._peers.sum_in_group(self._peers.sum(square, "gradient norm"), "gradient norm")
             norm = square[0].sqrt().float()
         if self.gradients.rounding is not None:

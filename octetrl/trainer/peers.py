@@ -4,7 +4,7 @@ All workers run the same program. They call the same methods in the same order, 
 workers have called it. `Alone` is the only worker of a run; it exchanges nothing. `ProcessGroupPeers` uses
 torch.distributed: NCCL between GPUs, gloo between CPU processes.
 
-    sum_to_owners         each owner gets the sum of its rows over all workers      reduce-scatter
+    sum_to_owners         each owner gets the sum of its rows over all workers      reduce-scatter, all-reduce
     gather_from_owners    every worker gets the rows of all owners, in place        all-gather, broadcasts
     sum, maximum          of small tensors: gathered, then combined in the order of ranks, with equal bits everywhere
     gather, gather_records    tensors of different lengths, and JSON records, of all workers
@@ -12,40 +12,37 @@ torch.distributed: NCCL between GPUs, gloo between CPU processes.
 
 The same number of workers gives the same bits each time. Another number changes the order of float32 sums.
 
+**Owners.** Up to 16 workers own the rows of a model together. More are divided into groups of consecutive ranks
+(config/cluster.py), each of which owns all rows: among many workers blocks of 128 rows do not divide evenly. Sums are
+added within each group, then by the workers of all groups that own the same rows, with equal bits in all groups.
+So new weights are exchanged within a group.
+
 Every call has a deadline. If the other workers do not answer in time, `PeersLost` names the worker, the phase and the
 seconds. N values, R bytes or elements of the largest share of one worker.
-
-**Peer memory.** Opens the memory of the other GPUs of a tensor-parallel group, for kernels that read and write it.
-
-Every worker allocates an inbox and flags (kernels/rows/gather_from_peers.py) and sends their CUDA IPC handles to the
-others, which map them. That works between processes of one host whose GPUs are peers; each process may see its own GPU
-alone. Then all workers gather known values once. If anything fails on one worker, all of them do without.
 """
 
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial, reduce
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore, Work
 
-from octetrl.kernels.rows.gather_from_peers import PROGRAMS, PeerMemory, gather_from_peers, inbox_words
 from octetrl.layers.tensor_group import ONE_WORKER, TensorGroup
 from octetrl.system.errors import RunFailed
-from octetrl.trainer.shards import BUCKET_ELEMENTS, Cut, GradientMode, Share, buckets, lots
+from octetrl.trainer.shards import Cut, GradientMode, Share, buckets, lots
 
 LONGEST_POLL_SECONDS = 1e-3
 BUCKETS_IN_FLIGHT = 4  # of NCCL, whose next exchange waits for no process
+LARGE_COPY_BYTES = 1 << 20  # of a part of a bucket that is copied by a launch of its own
 IN_PLACE_BYTES = 1 << 30  # of tensors that are gathered in place by one exchange
 LINK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 23}  # of the tensor whose exchange shows the link's speed
 LINK_ROUNDS = 4  # the fastest counts; the first may connect
@@ -61,6 +58,10 @@ class Peers(Protocol):
     @property
     def share(self) -> Share:
         """The rank of this worker, and the number of workers."""
+
+    @property
+    def owners(self) -> Share:
+        """The rank of this worker in its group of owners, which owns all rows, and the number of workers in it."""
 
     @property
     def gradients(self) -> GradientMode:
@@ -113,6 +114,10 @@ class WholeModel:
 
     share: Share
     group: TensorGroup = ONE_WORKER
+
+    @property
+    def owners(self) -> Share:
+        return self.share
 
     @property
     def worker(self) -> Share:
@@ -191,8 +196,8 @@ class Running(NamedTuple):
 class ProcessGroupPeers(WholeModel):
     """Peers over torch.distributed. Build it in every worker's process, with the same store."""
 
-    bucket_elements = BUCKET_ELEMENTS  # of one exchange of `gather_from_owners`, the same for all workers
-    in_place_from = 1 << 20  # bytes of a tensor that `gather_from_owners` does not copy into a bucket
+    bucket_elements = 1 << 28  # of one exchange of `gather_from_owners`, the same for all workers
+    in_place_from = 6 << 20  # bytes from each owner by one exchange of a tensor that is not copied into a bucket
 
     def __init__(
         self,
@@ -201,40 +206,56 @@ class ProcessGroupPeers(WholeModel):
         device: torch.device,
         *,
         gradients: GradientMode = "local",
+        owners: int | None = None,
         deadline_seconds: float = 600.0,
         name: str = "peers",
     ) -> None:
         """`device`: where tensors are exchanged; NCCL for a GPU, gloo for the CPU, by which tensors of a GPU may travel
-        too. `name`: unique within the store."""
+        too. `owners`: how many workers own all rows together; None: all. `name`: unique within the store."""
         self.share, self.gradients = share, gradients
         self._device, self._deadline_seconds = device, deadline_seconds
-        self._collectives = self._connected(PrefixStore(name, store))
-        if device.type == "cuda":
-            self._all_gather(torch.zeros(1), "connect")  # NCCL connects in its first collective
+        self._collectives = self._connected(PrefixStore(name, store), share)
+        size = owners or share.count
+        assert share.count % size == 0, f"{share.count} workers in groups of {size} owners"
+        group, rank = divmod(share.rank, size)
+        self._owners, groups = Share(rank, size), Share(group, share.count // size)
+        self._among_owners = self._collectives
+        self._across_groups: Any = None  # the workers that own the same rows
+        if groups.count > 1:
+            self._among_owners = self._connected(PrefixStore(f"{name} owners {group}", store), self._owners)
+            self._across_groups = self._connected(PrefixStore(f"{name} rows {rank}", store), groups)
 
-    def _connected(self, store: Store) -> Any:
-        rank, count = self.share.rank, self.share.count
+    def _connected(self, store: Store, share: Share) -> Any:
         try:
             if self._device.type != "cuda":
-                return ProcessGroupGloo(store, rank, count, timedelta(seconds=self._deadline_seconds))
+                return ProcessGroupGloo(store, share.rank, share.count, timedelta(seconds=self._deadline_seconds))
             nccl = torch.distributed.ProcessGroupNCCL  # only CUDA builds of torch have it
             options = nccl.Options()
             options._timeout = timedelta(seconds=2 * self._deadline_seconds)  # ours comes first and names the phase
             with torch.cuda.device(self._device):
-                return nccl(store, rank, count, options)
+                connected: Any = nccl(store, share.rank, share.count, options)
         except RuntimeError as error:
             raise self._lost("connect", self._deadline_seconds, error) from error
+        one = torch.zeros(1, device=self._device)
+        self._finish(lambda: connected.allreduce([one]), "connect")  # NCCL connects in its first collective
+        return connected
+
+    @property
+    def owners(self) -> Share:
+        return self._owners
 
     def sum_to_owners(self, cuts: Sequence[Cut], phase: str) -> list[Tensor]:
-        counts = [[cut.part(rank).numel() for cut in cuts] for rank in range(self.share.count)]
+        counts = [[cut.part(rank).numel() for cut in cuts] for rank in range(self._owners.count)]
         width = max(map(sum, counts))
-        parts_CR = torch.zeros(self.share.count, width, dtype=torch.float32, device=self._device)
+        parts_CR = torch.zeros(self._owners.count, width, dtype=torch.float32, device=self._device)
         for rank, sizes in enumerate(counts):
             for cut, piece in zip(cuts, parts_CR[rank].split([*sizes, width - sum(sizes)]), strict=False):
                 piece.view(cut.part(rank).shape).copy_(cut.part(rank))
         sum_R = parts_CR.new_empty(width)
-        self._finish(lambda: self._collectives._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
-        own = [cut.part(self.share.rank) for cut in cuts]
+        self._finish(lambda: self._among_owners._reduce_scatter_base(sum_R, parts_CR.view(-1)), phase)
+        if self._across_groups is not None:
+            self._finish(lambda: self._across_groups.allreduce([sum_R]), phase)
+        own = [cut.part(self._owners.rank) for cut in cuts]
         pieces = sum_R[: sum(part.numel() for part in own)].split([part.numel() for part in own])
         return [piece.view(part.shape).to(part.device) for piece, part in zip(pieces, own, strict=True)]
 
@@ -244,24 +265,25 @@ class ProcessGroupPeers(WholeModel):
         in_flight = BUCKETS_IN_FLIGHT if self._device.type == "cuda" else 0
         running = deque(self._start(partial(self._gather_in_place, lot), phase) for lot in lots(large, IN_PLACE_BYTES))
         for bucket in buckets(small, self.bucket_elements):
-            counts = [[cut.num_bytes(rank) for cut in bucket] for rank in range(self.share.count)]
+            counts = [[cut.num_bytes(rank) for cut in bucket] for rank in range(self._owners.count)]
             own_R = torch.empty(max(map(sum, counts)), dtype=torch.uint8, device=self._device)
-            all_CR = own_R.new_empty(self.share.count, own_R.numel())
-            self._copy_parts(bucket, counts, own_R, self.share.rank, out=True)
-            running.append(self._start(partial(self._collectives._allgather_base, all_CR.view(-1), own_R), phase))
+            all_CR = own_R.new_empty(self._owners.count, own_R.numel())
+            self._copy_parts(bucket, counts, own_R, self._owners.rank, out=True)
+            running.append(self._start(partial(self._among_owners._allgather_base, all_CR.view(-1), own_R), phase))
             if self._device.type == "cuda":
                 running[-1].work.wait()  # the copies below come after it on the GPU; this process goes on
             while len(running) > in_flight:
                 self._complete(running.popleft())
             for rank, bytes_R in enumerate(all_CR):
-                if rank != self.share.rank:
+                if rank != self._owners.rank:
                     self._copy_parts(bucket, counts, bytes_R, rank, out=False)
         for one in running:
             self._complete(one)
 
     def _is_large(self, cut: Cut) -> bool:
         here = cut.tensor.device.type == self._device.type  # not where workers that share a GPU exchange on the host
-        return here and cut.tensor.nbytes >= self.in_place_from
+        exchanges = 1 if cut.is_even else self._owners.count  # `_in_place`
+        return here and cut.tensor.nbytes >= self.in_place_from * self._owners.count * exchanges
 
     def _gather_in_place(self, cuts: Sequence[Cut]) -> Work:
         """One exchange. No row is copied on this worker: each arrives where it belongs."""
@@ -272,24 +294,24 @@ class ProcessGroupPeers(WholeModel):
             for work in works[:-1]:
                 work.wait(timedelta(seconds=self._deadline_seconds))
             return works[-1]
-        self._collectives._start_coalescing()
+        self._among_owners._start_coalescing()
         for start in starts:
             start()
-        whole: Work = self._collectives._end_coalescing()
+        whole: Work = self._among_owners._end_coalescing()
         return whole
 
     def _in_place(self, cut: Cut) -> list[Callable[[], Work]]:
         """An all-gather if all workers own equally many rows, else a broadcast by each."""
         if cut.is_even:
-            own_R = _bytes(cut.part(self.share.rank))
-            return [partial(self._collectives._allgather_base, _bytes(cut.tensor), own_R)]
-        owners = [rank for rank in range(self.share.count) if cut.num_bytes(rank)]
+            own_R = _bytes(cut.part(self._owners.rank))
+            return [partial(self._among_owners._allgather_base, _bytes(cut.tensor), own_R)]
+        owners = [rank for rank in range(self._owners.count) if cut.num_bytes(rank)]
         return [partial(self._broadcast, _bytes(cut.part(rank)), rank) for rank in owners]
 
     def _broadcast(self, bytes_R: Tensor, rank: int) -> Any:
         options = BroadcastOptions()
         options.rootRank = rank
-        return self._collectives.broadcast([bytes_R], options)
+        return self._among_owners.broadcast([bytes_R], options)
 
     def _copy_parts(
         self, cuts: Sequence[Cut], counts: Sequence[Sequence[int]], bytes_R: Tensor, rank: int, *, out: bool
@@ -299,9 +321,9 @@ class ProcessGroupPeers(WholeModel):
         pieces = bytes_R[: sum(sizes)].split(sizes)
         pairs = list(zip(*((pieces, parts) if out else (parts, pieces)), strict=True))
         for target, source in pairs:
-            if source.nbytes >= self.in_place_from:
+            if source.nbytes >= LARGE_COPY_BYTES:
                 target.copy_(source)
-        small = [pair for pair in pairs if pair[1].nbytes < self.in_place_from]
+        small = [pair for pair in pairs if pair[1].nbytes < LARGE_COPY_BYTES]
         if small:  # few launches: a bucket has the scales and norms of all layers
             torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
 
@@ -398,6 +420,9 @@ class ProcessGroupPeers(WholeModel):
         return PeersLost(f"{me}, phase '{phase}': no answer from the other workers after {seconds:.1f} s: {why}")
 
     def close(self) -> None:
+        if self._across_groups is not None:
+            self._across_groups.shutdown()
+            self._among_owners.shutdown()
         self._collectives.shutdown()
 
 
@@ -407,127 +432,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-Result = TypeVar("Result")
-PHASE = "peer memory"
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-TRIAL_POLLS = 60_000_000  # some 40 s: a worker may compile the kernel first
-POLLS_PER_SECOND = 1_000_000  # at least: a look at a flag takes some 0.6 us
-MOST_POLLS = 2_000_000_000
-TRIAL_SHAPE = (5, 64)
-
-
-class OpenedMemory:
-    """The memory of a group's GPUs as one worker sees it, while this object lives."""
-
-    def __init__(self, own: Tensor, opened: list[Tensor | None], memory: PeerMemory) -> None:
-        self._own, self._opened = own, opened
-        self.memory = memory
-
-    def close(self) -> None:
-        """Unmap the others' memory. The others do so before this worker's is freed."""
-        self._opened.clear()
-        torch.cuda.ipc_collect()
-
-
-def open_peer_memory(peers: Peers, device: torch.device, deadline_seconds: float) -> tuple[OpenedMemory | None, str]:
-    """The group's memory, or None and why not. All workers call it; `peers` carries their records over the host."""
-    rank, count = peers.share.rank, peers.share.count
-    hosts = peers.gather_records(_host(), PHASE)
-    if len(set(hosts)) > 1:
-        return None, "the workers are on several hosts"
-    with torch.cuda.device(device):
-        words = inbox_words(count)
-        own = torch.zeros(words + PROGRAMS * count, dtype=torch.int32, device=device)  # the flags lie behind the inbox
-        torch.cuda.synchronize(device)
-        handle, error = _tried(lambda: _handle_of(own))
-        error = peers.agree(error, PHASE)
-        if error is not None:
-            return None, error
-        handles = peers.gather_records(handle, PHASE)
-        opened, error = _tried(lambda: [None if at == rank else _open(one, device) for at, one in enumerate(handles)])
-        error = peers.agree(error, PHASE)
-        if error is not None or opened is None:
-            return None, error or ""
-        addresses = [(own if one is None else one).data_ptr() for one in opened]
-        made = OpenedMemory(own, opened, _memory(rank, own, words, addresses, TRIAL_POLLS))
-        error = peers.agree(None if _passes(made.memory) else "a trial over the GPUs' memory failed", PHASE)
-        if error is not None:
-            made.close()
-            return None, error
-        made.memory = _memory(rank, own, words, addresses, polls_of(deadline_seconds), made.memory.calls)
-        return made, ""
-
-
-def _tried(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """What `work` returns, or why CUDA refuses it."""
-    try:
-        return work(), None
-    except RuntimeError as failure:
-        return None, f"a GPU's memory cannot be opened on another: {str(failure).strip().splitlines()[0]}"
-
-
-def polls_of(deadline_seconds: float) -> int:
-    """How often a program looks at a flag before it gives up: about the deadline."""
-    return min(MOST_POLLS, int(deadline_seconds * POLLS_PER_SECOND))
-
-
-def _memory(
-    rank: int, own: Tensor, words: int, addresses: list[int], polls: int, calls: Tensor | None = None
-) -> PeerMemory:
-    count, device = len(addresses), own.device
-    return PeerMemory(
-        rank=rank,
-        count=count,
-        inbox=own[:words],
-        flags=own[words:],
-        inbox_P=torch.tensor(addresses, dtype=torch.int64, device=device),
-        flags_P=torch.tensor([one + words * own.element_size() for one in addresses], dtype=torch.int64, device=device),
-        calls=torch.zeros(PROGRAMS, dtype=torch.int32, device=device) if calls is None else calls,
-        late=torch.zeros(1, dtype=torch.int32, device=device),
-        polls=polls,
-    )
-
-
-def _passes(memory: PeerMemory) -> bool:
-    """Whether known values of all workers arrive, in both slots."""
-
-    def values(rank: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * seed + rank)
-        return torch.randint(0, 1 << 30, TRIAL_SHAPE, generator=generator, dtype=torch.int32)
-
-    for seed in range(4):
-        found, _ = gather_from_peers(memory, values(memory.rank, seed).to(memory.inbox.device))
-        expected = torch.cat([values(rank, seed) for rank in range(memory.count)], dim=1)
-        if not torch.equal(found.cpu(), expected):
-            return False
-    return not memory.has_failed
-
-
-def _host() -> str:
-    """Names this host: containers of one host may share its boot id, those of several may share a name."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return f"{socket.gethostname()} {boot}"
-
-
-def _handle_of(tensor: Tensor) -> list[Any]:
-    """What another process needs to open a tensor's storage, as JSON."""
-    parts = tensor.untyped_storage()._share_cuda_()
-    return [part.hex() if isinstance(part, bytes) else part for part in parts]
-
-
-def _open(handle: list[Any], device: torch.device) -> Tensor:
-    """Another process's tensor, int32 [words]."""
-    _, memory, size, offset, counter, counter_offset, event, waits = handle
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device.index or 0,
-        bytes.fromhex(memory),
-        size,
-        offset,
-        bytes.fromhex(counter),
-        counter_offset,
-        bytes.fromhex(event),
-        waits,
-    )
-    return torch.empty(0, dtype=torch.int32, device=storage.device).set_(storage)

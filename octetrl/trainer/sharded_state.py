@@ -65,21 +65,25 @@ class OwnedRows(Protocol):
 class OwnedState:
     """What one worker owns of a model that is trained. Live tensors, of the rows of `slots`.
 
-    `share`: among all workers of the run. `cut`: parameters of which the model has some rows. `writes_uncut` false:
-    another worker of its group writes all others.
+    `share`: among the workers that own all rows of all parts of the model together. `writes` false: a worker of
+    another group owns the same rows, and saves them. `cut`: parameters of which the model has some rows.
+    `writes_uncut` false: another worker that has a part of its model writes all others.
     """
 
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     slots: Sequence[OwnedRows]
     share: Share
+    writes: bool = True
     cut: Mapping[str, CutRows] = field(default_factory=dict)
     writes_uncut: bool = True
     untrained: Mapping[str, Tensor] = field(default_factory=dict)  # whole on every worker; the first one saves them
 
 
 def shard_files(own: OwnedState, stem: str = STEM, *, with_weights: bool = True) -> dict[str, Content]:
-    """The two files of one worker: its tensors, live, and the index of their rows."""
+    """The two files of one worker: its tensors, live, and the index of their rows. None if another writes the same."""
+    if not own.writes:
+        return {}
     tensors = {**(_named(own.weights) if with_weights else {}), **own.optimizer}
     parts: dict[str, Tensor] = {}
     ranges: dict[str, RowRange] = {}
@@ -234,7 +238,7 @@ def load_shared(model: Decoder, peers: Peers, load: Load, count: LoadCount | Non
     """
     began = time.perf_counter()
     table = _rows_to_share(model, peers)
-    rows = {name: (own[peers.share.rank].start, own[peers.share.rank].stop) for name, own in table.items()}
+    rows = {name: (own[peers.owners.rank].start, own[peers.owners.rank].stop) for name, own in table.items()}
     loading = Loading(rows, count or LoadCount())
     error: str | None = None
     failure: Exception | None = None
@@ -259,7 +263,7 @@ def load_shared(model: Decoder, peers: Peers, load: Load, count: LoadCount | Non
 
 def _rows_to_share(model: Decoder, peers: Peers) -> dict[str, tuple[Rows, ...]]:
     """The rows of each worker of all matrices. Those of a trained one are the rows that the worker updates."""
-    count = peers.share.count
+    count = peers.owners.count
     if count == 1:
         return {}
     linears = {f"{name}.weight": linear for name, linear in model.float8_linears() if linear.weight is not None}

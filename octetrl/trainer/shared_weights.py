@@ -48,8 +48,8 @@ def keep_owned_rows(model: Decoder, peers: Peers) -> dict[str, Tensor]:
     linears = sharded_linears(model, peers)
     if not linears:
         return {}
-    table = owned_rows(dict(model.trained_parameters()), peers.share.count, units_of(linears))
-    return {name: keep_rows(linear, *table[name][peers.share.rank]) for name, linear in linears.items()}
+    table = owned_rows(dict(model.trained_parameters()), peers.owners.count, units_of(linears))
+    return {name: keep_rows(linear, *table[name][peers.owners.rank]) for name, linear in linears.items()}
 
 
 def optimizer_of(
@@ -104,7 +104,8 @@ class SharedWeights:
     def _gather(self) -> None:
         began, cuts = self._now(), self._cuts()
         self._peers.gather_from_owners(cuts, PHASE)
-        others = [rank for rank in range(self._peers.share.count) if rank != self._peers.share.rank]
+        owners = self._peers.owners
+        others = [rank for rank in range(owners.count) if rank != owners.rank]
         self._received += sum(cut.num_bytes(rank) for cut in cuts for rank in others)
         self._seconds += self._now() - began
 

@@ -1,7 +1,8 @@
 """The tensors of a worker's checkpoint: weights, optimizer, reference, critic and KV scales, by file.
 
     one worker        the model as a Hugging Face folder (an adapter as PEFT's), and optimizer.safetensors
-    several workers   each its rows of weights and optimizer (trainer/sharded_state.py); worker 0 the model's
+    several workers   the owners each their rows of weights and optimizer (trainer/sharded_state.py), once if several
+                      groups own them (trainer/peers.py); worker 0 the model's
                       config.json as well, or the whole adapter, which every worker has
 
 One worker saves like several where the model's tensors in a Hugging Face folder would be copies of its own.
@@ -43,6 +44,7 @@ from octetrl.trainer.sharded_state import (
     read_weights,
     shard_files,
 )
+from octetrl.trainer.shards import Share
 from octetrl.trainer.state_writer import Content, Files, StateWriter, in_shards
 from octetrl.trainer.trainer import Trainer
 
@@ -160,11 +162,19 @@ def _owned_by(trainer: Trainer | ScalarTrainer) -> OwnedState:
     """What this worker owns, and what has no gradient: correction biases of routers."""
     model, lora = trainer.model, trainer.model.lora
     untrained = {} if lora else {name: one.detach() for name, one in model.named_parameters() if not model.trains(name)}
-    optimizer, weights = trainer.optimizer, trainer.state().weights
-    own = OwnedState(weights, optimizer.state_tensors(), optimizer.slots, trainer.peers.worker, untrained=untrained)
+    optimizer, weights, peers = trainer.optimizer, trainer.state().weights, trainer.peers
+    owners, parts = peers.owners, peers.group
+    own = OwnedState(
+        weights,
+        optimizer.state_tensors(),
+        optimizer.slots,
+        Share(owners.rank * parts.size + parts.rank, owners.count * parts.size),
+        writes=peers.share.rank < owners.count,
+        untrained=untrained,
+    )
     if isinstance(trainer, ScalarTrainer):
         return own
-    return replace(own, cut=cut_rows_of(model.spec, lora), writes_uncut=trainer.peers.group.rank == 0)
+    return replace(own, cut=cut_rows_of(model.spec, lora), writes_uncut=parts.rank == 0)
 
 
 def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str, Content]:
@@ -172,7 +182,7 @@ def _model_files(model: Decoder, own: OwnedState, base: str | None) -> dict[str,
         return {**trained_files(model, base), **in_shards(OPTIMIZER, own.optimizer)}
     files = shard_files(own, with_weights=model.lora is None)
     of_model = hf_config_files(model) if model.lora is None else trained_files(model, base)
-    return {**files, **of_model} if own.share.rank == 0 else files
+    return {**files, **of_model} if own.writes and own.share.rank == 0 else files
 
 
 def _load_model(

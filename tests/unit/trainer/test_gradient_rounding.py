@@ -82,20 +82,21 @@ def test_a_sum_without_rounding_updates_as_a_float32_sum(states: str) -> None:
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["local", "sharded"])
-def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: GradientMode) -> None:
-    given, unclipped = batches(4, sft=True), OptimizerConfig(lr=LR, max_grad_norm=1e9)
+@pytest.mark.parametrize(("count", "mode"), [(2, "local"), (4, "local"), (4, "sharded")])
+def test_workers_train_as_with_float32_sums_and_repeat_their_bits(count: int, mode: GradientMode) -> None:
+    """Two own all rows; of four workers two others own them again."""
+    given, unclipped = batches(6 - count, sft=True), OptimizerConfig(lr=LR, max_grad_norm=1e9)
     alone = trained(ALONE, given, objective(name="sft"), optimizer=unclipped)
 
     def work(peers: Peers) -> Run:
         states = [step.before for step in alone.steps]
         return trained(peers, given, objective(name="sft"), states=states, optimizer=unclipped, gradients="bfloat16")
 
-    runs, again = (run_team(2, work, gradients=mode) for _ in range(2))
+    runs, again = (run_team(count, work, gradients=mode, owners=2) for _ in range(2))
     assert_equal_everywhere(runs)
     assert_equal_everywhere([runs[0], again[0]])
     for number, step in enumerate(alone.steps):
-        of_workers = [run.steps[number] for run in runs]
+        of_workers = [run.steps[number] for run in runs[:2]]
         gradients = joined(one.gradients for one in of_workers)
         assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
         exact, rounded = (torch.cat([one[name].flatten() for name in gradients]) for one in (step.gradients, gradients))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from octetrl.trainer.shards import GradientMode
 from octetrl.trainer.trainer import Trainer
 from tests.objectives import objective
 from tests.team import run_team, share_of
-from tests.unit.trainer.same_state import Step, assert_one_update, copy_of, joined, owned_part, step_of
+from tests.unit.trainer.same_state import NORM, Step, assert_one_update, copy_of, joined, owned_part, step_of
 from tests.unit.trainer.tiny_trainer import BF16, FP8, SPEC, random_samples, supervised
 
 # Rows in several blocks, the last of them short; columns that are no multiple of 128.
@@ -63,9 +63,11 @@ def trained(
     dtype: torch.dtype = torch.bfloat16,
     reference: bool = False,
     states: Sequence[TrainerState] | None = None,
+    share: Callable[[PackedBatch, Peers], PackedBatch] = share_of,
     **config: object,
 ) -> Run:
-    """`states`: of one worker, from which the updates begin; None: from those of this run."""
+    """`states`: of one worker, from which the updates begin; None: from those of this run. `share`: a worker's
+    micro-batches."""
     spec = replace(ODD, tied_embeddings=tied, num_layers=1 if dtype == torch.float32 else 2)
 
     def model() -> Decoder:
@@ -92,7 +94,7 @@ def trained(
         if states is not None:
             trainer.load_state(owned_part(states[number], trainer.state(), trainer))
         before = copy_of(trainer.state())
-        steps.append(step_of(trainer, before, trainer.train(share_of(batch, peers), kv, None)))
+        steps.append(step_of(trainer, before, trainer.train(share(batch, peers), kv, None)))
     linears = {name: linear for name, linear in trainer.model.float8_linears()}
     if peers.share.count > 1:
         assert not any(linear.has_weight for linear in linears.values())
@@ -152,6 +154,42 @@ def test_sft_updates_as_one_worker_does_and_repeats_every_bit(
     runs, again = (run_team(counts[0], work, gradients=gradients) for _ in range(2))
     assert runs[0].losses[4] < 0.9 * runs[0].losses[0]
     assert_equal_everywhere([*runs, *again])
+
+
+def gradients_and_masters(step: Step) -> dict[str, Tensor]:
+    return step.gradients | {f"master {name}": one for name, one in step.masters.items()}
+
+
+def moments_before(step: Step) -> dict[str, Tensor]:
+    return {name: one for name, one in step.before.optimizer.items() if one.dim()}
+
+
+@pytest.mark.parametrize("gradients", ["local", "sharded"])
+def test_groups_of_owners_update_as_all_workers_do(gradients: GradientMode) -> None:
+    """A sum of two micro-batches has one order, here over both groups, so that all bits are equal."""
+    given, unclipped = batches(2, sft=False), OptimizerConfig(lr=LR, max_grad_norm=1e9)
+
+    def second_and_third(batch: PackedBatch, peers: Peers) -> PackedBatch:
+        own = {1: slice(0, 1), 2: slice(1, 2)}.get(peers.share.rank, slice(0))
+        return replace(batch, minibatches=tuple(minibatch[own] for minibatch in batch.minibatches))
+
+    def work(peers: Peers) -> Run:
+        return trained(peers, given, objective(name="grpo"), fp8=FP8, share=second_and_third, optimizer=unclipped)
+
+    whole, groups = (run_team(4, work, gradients=gradients, owners=owners) for owners in (4, 2))
+    assert_equal_everywhere([*whole, *groups])
+    for number in range(len(given)):
+        want, got = ([run.steps[number] for run in runs] for runs in (whole, groups))
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.update.logprobs is not None and theirs.update.logprobs is not None
+            assert torch.equal(mine.update.logprobs.trainer_N, theirs.update.logprobs.trainer_N)
+            assert mine.update.metrics["grad_norm"] == pytest.approx(theirs.update.metrics["grad_norm"], rel=NORM)
+        for owned in (gradients_and_masters, moments_before):
+            expected = joined(map(owned, want))
+            for group in (got[:2], got[2:]):
+                found = joined(map(owned, group))
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(one, expected[name]) for name, one in found.items())
 
 
 @pytest.mark.parametrize("gradients", ["local", "sharded"])

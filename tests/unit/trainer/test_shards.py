@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lab.exchanges import MODELS, PAGE, count_exchanges, table
+from octetrl.config.cluster import ClusterConfig, owners_of
 from octetrl.config.schema import OptimizerConfig
 from octetrl.kernels.optimizer import adamw
 from octetrl.trainer.optimizer import Optimizer
@@ -97,3 +99,21 @@ def test_shards_have_the_bits_of_the_whole(
         for name, tensor in whole.items():
             together = torch.cat([shard[name] for shard in shards if name in shard])
             assert together.dtype == tensor.dtype and torch.equal(together, tensor), (name, count)
+
+
+def test_more_than_16_workers_own_rows_in_groups() -> None:
+    assert [owners_of(count) for count in (1, 2, 15, 16)] == [1, 2, 15, 16]
+    found = {count: owners_of(count) for count in (17, 18, 20, 24, 34, 36, 64, 96, 1000, 1024)}
+    assert found == {17: 17, 18: 9, 20: 10, 24: 8, 34: 34, 36: 12, 64: 16, 96: 16, 1000: 8, 1024: 16}
+    assert [ClusterConfig(gpus=64, tensor_parallel=size).num_owners for size in (1, 2, 8)] == [16, 16, 8]
+
+
+def test_collectives_and_padding_of_many_workers() -> None:
+    """What docs/scale.md says, counted in the code that runs. 64, 96 and 1,024 workers have groups of the same size."""
+    few = count_exchanges("qwen3-8b", 24)
+    assert (few.owners, few.published, few.summed) == (8, 94, 2 * 163) and few.padding <= 1.01
+    counts = {model: count_exchanges(model, 64) for model in MODELS}
+    for model, one in counts.items():
+        assert one.owners == owners_of(96) == owners_of(1024) and one.published <= 300 and one.padding <= 1.01, model
+    page = PAGE.read_text(encoding="utf-8")
+    assert all(line in page for line in table({(model, n): counts[model] for n in (64, 96, 1024) for model in MODELS}))

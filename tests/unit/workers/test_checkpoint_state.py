@@ -210,6 +210,20 @@ def test_a_run_goes_on_from_what_any_number_of_workers_saved(kind: str, tmp_path
     same(loaded(path, kind, 3), owned(alone))
 
 
+def test_one_group_of_owners_saves_and_all_go_on(tmp_path: Path) -> None:
+    team: list[Any] = run_team(4, partial(begun, tmp_path, "ppo"), owners=2)
+    path = saved_by(team, tmp_path)
+    names = {file.stem for file in path.glob("*-of-*.safetensors")}
+    assert names == {f"{what}-0000{number}-of-00002" for what in ("state", "critic") for number in (1, 2)}
+    for rank in (0, 1):
+        same(team[rank][1], team[rank + 2][1])
+    again = run_team(4, partial(resumed, path, "ppo"), owners=2)
+    for (one, _, _, digest, _), (_, other, state) in zip(team, again, strict=True):
+        assert digest == other
+        same(owned(one), state)
+    same(loaded(path, "ppo", 3), whole_of([before for _, before, *_ in team[:2]]))
+
+
 # ---------------------------------------------------------------- workers that share a model
 
 
