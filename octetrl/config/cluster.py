@@ -155,11 +155,8 @@ SEVERAL = (  # fields of a cluster without a meaning for one worker
 def owners_of(workers: int) -> int:
     """Number of `workers`, which train the same weights, that own all rows together; other groups of as many own them
     again. Up to MOST_OWNERS are one group, and so are more that do not divide into groups of over half as many."""
-    sizes = (
-        MOST_OWNERS,
-        MOST_OWNERS // 2,
-        *range(MOST_OWNERS - 1, MOST_OWNERS // 2, -1),
-    )  # rows divide by the first two
+    half = MOST_OWNERS // 2  # of most models the rows divide evenly by it and by MOST_OWNERS
+    sizes = (MOST_OWNERS, half, *range(MOST_OWNERS - 1, half, -1))
     return workers if workers <= MOST_OWNERS else next((size for size in sizes if workers % size == 0), workers)
 
 
