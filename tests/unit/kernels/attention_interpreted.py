@@ -1,4 +1,5 @@
-"""Runs the attention kernels in Triton's interpreter, on CPU tensors, and prints their distance from the references.
+"""Runs the attention kernels in Triton's interpreter, on CPU tensors, and prints their distance from the references,
+and what differs between draft rows that share a program and the same rows alone (drafts_interpreted.py).
 
 Started by test_attention_triton.py in a process of its own, because constants of these kernels are changed for good.
 """
@@ -27,15 +28,12 @@ from octetrl.kernels.attention.attention_packed_backward import BackwardTiles, T
 from octetrl.kernels.attention.records import Replay
 from octetrl.shapes.blocks import KVMode, KVTensors
 from tests.unit.kernels.attention_cases import PagedCache, cu_seqlens_of, random_qkv, replay_of, scales_of
+from tests.unit.kernels.drafts_interpreted import compare_all, distance
 from tests.unit.kernels.interpreting import mend_interpreter
 
 LENGTHS = [3, 130]
 STORED = 30  # tokens that the Triton store and replay are given: the interpreter takes its time over each
 SCALE = 0.2
-
-
-def distance(got: Tensor, want: Tensor) -> float:
-    return float((got.float() - want.float()).norm() / want.float().norm())
 
 
 def compare(
@@ -216,4 +214,5 @@ if __name__ == "__main__":
     errors = {name: compare(*case) for name, case in CASES.items()}
     errors |= {name: compare_decode(*case) for name, case in DECODES.items()}
     attention_packed_backward.SEARCH = tl.constexpr(16)
-    print(json.dumps(errors | {name: compare_packs(*case) for name, case in PACKS.items()}))
+    errors |= {name: compare_packs(*case) for name, case in PACKS.items()}
+    print(json.dumps({"errors": errors, "drafts": compare_all()}))

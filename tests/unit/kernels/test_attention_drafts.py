@@ -1,4 +1,4 @@
-"""Draft rows that share a program, in Triton's interpreter: the bytes of rows alone. And which rows share one."""
+"""Which draft rows share a program. test_attention_triton.py compares their bytes with those of rows alone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,6 @@ import torch
 
 from octetrl.fp8.format import E4M3
 from octetrl.kernels.attention.decode_layout import DecodeTile, DraftLayout, KeySplit
-from tests.unit.kernels.drafts_interpreted import CASES
-from tests.unit.kernels.interpreting import run_interpreted
-
-
-@pytest.fixture(scope="module")
-def found():
-    return run_interpreted("tests.unit.kernels.drafts_interpreted")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rows_that_share_a_program_have_the_bytes_of_rows_alone(found, case):
-    assert found[case]["rows of a program"] >= 2
-    assert found[case]["other bytes"] == 0
-    assert found[case]["error"] < 0.01
 
 
 def layout(k_dtype=E4M3, v_dtype=E4M3, heads=32, head_size=128, rows=48, pages=64):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.kernels.attention_interpreted import CASES, DECODES, PACKS
+from tests.unit.kernels.drafts_interpreted import CASES as DRAFTS
 from tests.unit.kernels.interpreting import run_interpreted
 
 CODES = 0.1  # the interpreter rounds some FP8 values to the neighbouring code
@@ -30,11 +31,19 @@ LIMITS = {
 
 
 @pytest.fixture(scope="module")
-def errors():
+def found():
     return run_interpreted("tests.unit.kernels.attention_interpreted")
 
 
 @pytest.mark.parametrize("case", [*CASES, *DECODES, *PACKS])
-def test_kernels_agree_with_their_references(errors, case):
-    too_far = {name: error for name, error in errors[case].items() if not error <= LIMITS[name]}
+def test_kernels_agree_with_their_references(found, case):
+    too_far = {name: error for name, error in found["errors"][case].items() if not error <= LIMITS[name]}
     assert too_far == {}
+
+
+@pytest.mark.parametrize("case", DRAFTS)
+def test_rows_that_share_a_program_have_the_bytes_of_rows_alone(found, case):
+    drafted = found["drafts"][case]
+    assert drafted["rows of a program"] >= 2
+    assert drafted["other bytes"] == 0
+    assert drafted["error"] < BF16

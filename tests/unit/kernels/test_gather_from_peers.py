@@ -80,9 +80,15 @@ def memory_of(rank: int, inboxes: list[Tensor], flags: list[Tensor], polls: int 
     return PeerMemory(rank, len(inboxes), inboxes[rank], flags[rank], *addresses, calls, late, polls)
 
 
+def start_workers(_: int, groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """A process that has imported all, and of which the workers are copies."""
+    torch.set_num_threads(1)
+    begin_interpreting()
+    torch.multiprocessing.start_processes(work, (groups,), nprocs=3, start_method="fork")
+
+
 def work(rank: int, groups: list[tuple[list[Tensor], list[Tensor]]]) -> None:
     """The process of one worker, of one group after the other."""
-    begin_interpreting()
     for inboxes, flags in groups:
         if rank < len(inboxes):
             gather_all(rank, inboxes, flags)
@@ -106,7 +112,7 @@ def shared_memory(count: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def test_every_worker_gets_the_columns_of_all(interpreting_processes: None) -> None:
-    torch.multiprocessing.spawn(work, ([shared_memory(count) for count in (2, 3)],), nprocs=3)
+    torch.multiprocessing.spawn(start_workers, ([shared_memory(count) for count in (2, 3)],))
 
 
 def test_a_peer_that_writes_nothing_leaves_nan(small_inbox: None) -> None:
