@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from octetrl.boxes.box import Box, BoxError
     from octetrl.environments.programs import AgentFailed, Model
     from octetrl.environments.scoring import log
-    from octetrl.environments.tools import ToolError, tool
+    from octetrl.environments.tools.definition import ToolError, tool
     from octetrl.environments.turns import Conversation, metric, reward
     from octetrl.records import Task
     from octetrl.run.callbacks import Callback, EarlyStopping, RunView
@@ -79,13 +79,13 @@ _HOMES = {
     "RunView": "octetrl.run.callbacks",
     "SamplingParams": "octetrl.api.sampling",
     "Task": "octetrl.records",
-    "ToolError": "octetrl.environments.tools",
+    "ToolError": "octetrl.environments.tools.definition",
     "UserError": "octetrl.system.errors",
     "log": "octetrl.environments.scoring",
     "metric": "octetrl.environments.turns",
     "resume": "octetrl.api.train",
     "reward": "octetrl.environments.turns",
-    "tool": "octetrl.environments.tools",
+    "tool": "octetrl.environments.tools.definition",
     "train": "octetrl.api.train",
 }
 

@@ -27,12 +27,14 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from octetrl.boxes.loop import Kept, Process, on_loop
 from octetrl.boxes.relay import listen_in, relay_from
-from octetrl.config.box import BoxConfig
 from octetrl.process.command import CommandResult
+
+if TYPE_CHECKING:  # pydantic takes as long to import as a reward process takes to start
+    from octetrl.config.box import BoxConfig
 
 OUTPUT_BYTES = 1 << 20  # of each stream of a command: more is left out in the middle
 MOST_PROCESSES = 4096  # in a box

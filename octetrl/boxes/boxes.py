@@ -12,17 +12,17 @@ import re
 import sys
 import threading
 from collections.abc import Collection
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from octetrl.boxes.box import Box, BoxError, program_of
 from octetrl.boxes.bubblewrap import BubblewrapBox
 from octetrl.boxes.containers import Container, sweep
 from octetrl.boxes.loop import on_loop, start_on_loop
-from octetrl.config.box import BoxConfig
 from octetrl.records import Task
 from octetrl.system.errors import UserError
+
+if TYPE_CHECKING:  # pydantic takes as long to import as a reward process takes to start
+    from octetrl.config.box import BoxConfig
 
 _TRIED_PORT = 40_000  # in a box where nothing else runs
 
@@ -97,6 +97,10 @@ class Boxes:
 
     def settings(self, task: Task | None, changes: dict[str, Any]) -> BoxConfig:
         """The recipe's with `changes`, and with the task's columns in the image's name. Raises UserError."""
+        from pydantic import ValidationError
+
+        from octetrl.config.box import BoxConfig
+
         given = {} if self.config is None else self.config.model_dump()
         changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         try:

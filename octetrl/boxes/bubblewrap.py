@@ -13,11 +13,14 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError, program_of
 from octetrl.boxes.relay import ENTER, open_namespaces
-from octetrl.config.box import BoxConfig
 from octetrl.process.levels import find_interpreters
+
+if TYPE_CHECKING:  # pydantic takes as long to import as a reward process takes to start
+    from octetrl.config.box import BoxConfig
 
 _CONFIGURATION = (
     *("/etc/ssl", "/etc/ca-certificates", "/etc/pki", "/etc/passwd", "/etc/group", "/etc/hosts"),

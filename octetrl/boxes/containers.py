@@ -14,9 +14,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octetrl.boxes.box import MOST_PROCESSES, PAYLOAD, Box, BoxError, program_of
-from octetrl.config.box import BoxConfig
+
+if TYPE_CHECKING:  # pydantic takes as long to import as a reward process takes to start
+    from octetrl.config.box import BoxConfig
 
 LABEL = "octetrl-box"
 _SECONDS = 120.0  # for a command of docker or podman that starts nothing

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 from octetrl.environments.dialogue import Failed
 from octetrl.environments.reset_step import Episodes, RefusedAction
-from octetrl.environments.tools import Tool, ToolError
+from octetrl.environments.tools.definition import Tool, ToolError
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError, error_line

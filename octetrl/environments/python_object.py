@@ -39,9 +39,8 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from octetrl.config.environment import EnvironmentConfig, RewardConfig
 from octetrl.environments.calls import unchanged_process
 from octetrl.environments.named_rewards import NamedReward, NamedRewards, check_call_in_run
 from octetrl.environments.prompts import read_group_size, read_prompt, read_temperature
@@ -52,6 +51,9 @@ from octetrl.environments.turns import components_of
 from octetrl.process.callable_process import CallableProcess, CallFailed, NoAnswer, ProcessDied
 from octetrl.records import Task
 from octetrl.system.errors import Terminated, UserError, error_line, nearest, type_of
+
+if TYPE_CHECKING:  # pydantic takes as long to import as a reward process takes to start
+    from octetrl.config.environment import EnvironmentConfig, RewardConfig
 
 MODULE = "given"
 Given = Mapping[str, Any]  # by the name in the recipe: {"given:right_number": <function>}

@@ -3,7 +3,3 @@
 `tool` turns a function into a tool, and a `Toolbox` runs calls, also malformed ones (definition.py). messages.py finds
 calls in a policy's message, and converts calls and results to the messages of chat templates.
 """
-
-from octetrl.environments.tools.definition import Tool, ToolError, tool
-
-__all__ = ["Tool", "ToolError", "tool"]

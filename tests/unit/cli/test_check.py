@@ -210,7 +210,7 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(folder: Path,
 
 
 TALKS = """
-from octetrl.environments.tools import tool
+from octetrl.environments.tools.definition import tool
 from octetrl.environments.turns import reward
 from octetrl.records import Task
 @tool

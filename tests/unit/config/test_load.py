@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.config.load import PRECISIONS, dump_recipe, load_recipe, recipe_from_mapping
+from octetrl.config.recipe_yaml import parse_yaml
 from octetrl.config.schema import Recipe
 from octetrl.system.errors import UserError
 from tests.objectives import objective
@@ -273,3 +274,12 @@ def test_a_mapping_made_in_code_is_checked_like_a_file() -> None:
     assert recipe_from_mapping({"model": {"path": "m"}, "precision": "fp8", "environment": {"dataset": "d"}}).fp8.train
     with pytest.raises(UserError, match=r"environment\.dataset: missing"):
         recipe_from_mapping({"model": {"path": "m"}})
+
+
+def test_libyaml_reads_what_pyyaml_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = Path(__file__).parents[3] / "recipes"
+    texts = [path.read_text(encoding="utf-8") for path in sorted(recipes.rglob("*.yaml"))]
+    texts += ["a: [1, 'b', \"c\\n\"]\nd: {e: 1e-3}\nf:\n  - |\n    x\n  - ~\n", "", "- é\n-\n", "a: '\\t'"]
+    fast = [parse_yaml(text, "it") for text in texts]
+    monkeypatch.setattr("yaml.__with_libyaml__", False)
+    assert len(texts) > 20 and fast == [parse_yaml(text, "it") for text in texts]

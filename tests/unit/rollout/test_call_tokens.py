@@ -13,7 +13,7 @@ import pytest
 
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
 from octetrl.environments.prompts import read_messages
-from octetrl.environments.tools import tool
+from octetrl.environments.tools.definition import tool
 from octetrl.environments.tools.formats.reading import MalformedCall, ParsedMessage, ToolCall
 from octetrl.environments.tools.messages import to_message, tool_message
 from octetrl.environments.turns import Conversation, reward

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
-from octetrl.environments.tools import tool
+from octetrl.environments.tools.definition import tool
 from octetrl.environments.tools.formats import format_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import (

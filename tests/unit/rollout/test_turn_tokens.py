@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from octetrl.algorithms.table import build_algorithm
 from octetrl.environments.dialogue import ConversationLimits, Dialogue
-from octetrl.environments.tools import Tool, tool
+from octetrl.environments.tools.definition import Tool, tool
 from octetrl.environments.tools.formats import format_of
 from octetrl.environments.turns import Conversation, reward
 from octetrl.records import GenerationRequest, Reply, RolloutGroup, RolloutStatus, SamplingParams, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from octetrl.environments.programs import Model
-from octetrl.environments.tools import tool
+from octetrl.environments.tools.definition import tool
 from octetrl.environments.turns import reward
 from octetrl.records import Task
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octetrl.config.environment import EnvironmentConfig
-from octetrl.environments.tools import Tool, ToolError, tool
 from octetrl.environments.tools.calculator import calculate, calculator
+from octetrl.environments.tools.definition import Tool, ToolError, tool
 from octetrl.environments.tools.search import Corpus, Passage, read_passages, search_tool
 from octetrl.run.environment import build_environment
 from octetrl.system.errors import UserError

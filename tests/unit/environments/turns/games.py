@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from octetrl.environments.tools import ToolError, tool
+from octetrl.environments.tools.definition import ToolError, tool
 from octetrl.environments.turns import Conversation, metric, reward
 from octetrl.records import Task
 
