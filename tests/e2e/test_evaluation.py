@@ -16,6 +16,8 @@ from octetrl.system.errors import UserError
 from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, recipe_tree, run, timeless, tiny_recipe
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 DRAWING = {"environment.kind": "python", "environment.dataset": "tests.e2e.tiny_rewards:drawing_environment"}
 
 

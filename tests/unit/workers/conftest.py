@@ -9,6 +9,7 @@ import pytest
 
 from octetrl.config.schema import Recipe
 from octetrl.workers import build_workers
+from tests.e2e.conftest import rewards_here  # noqa: F401
 from tests.e2e.tiny_run import make_model
 from tests.grid import WIDE
 from tests.unit.workers.thread_team import ThreadTeam

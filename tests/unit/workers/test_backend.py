@@ -39,6 +39,8 @@ from tests.parity.short_run import rewarded, worker_of
 from tests.parity.sides import PRECISIONS, NoText, samples_of
 from tests.unit.workers.thread_team import run_on, steps_of
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SPEC = TINY["qwen3"]
 RECIPE = Recipe(
     model=ModelConfig(preset="tiny", init="random", context_length=64),

@@ -16,6 +16,8 @@ from octetrl.records import Published
 from octetrl.workers import transfer
 from tests.unit.workers.thread_team import assert_a_wrong_worker_is_named, run_on, steps_of, team_of
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 SENT = "publish/sent_gb"  # what only such a run has, beside its times
 
 

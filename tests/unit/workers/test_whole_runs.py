@@ -24,6 +24,8 @@ from tests.e2e.tiny_rewards import by_text
 from tests.e2e.tiny_run import read_lines, tiny_recipe
 from tests.unit.workers.thread_team import ThreadTeam, unspread
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 GIVEN = {"given:reward": lambda task, text: by_text(task, text)}  # in this process, which starts no other one
 ROWS = {
     "pairs": [{"prompt": f"{n} + 1 =", "chosen": f"{n + 1} 1 1", "rejected": f"{n + 2}"} for n in range(12)],

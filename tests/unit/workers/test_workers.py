@@ -22,6 +22,8 @@ from octetrl.workers.workers import WorkersDiffer
 from tests.e2e.test_turns import TALK
 from tests.unit.workers.thread_team import assert_same_measures, run_on, steps_of, team_of
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
+
 LEARNING = {"rollout.prompts_per_step": 4, "rollout.stop": ["e", "a", "1"], "steps": 1}
 CONVERSATIONS = {**TALK, "rollout.prompts_per_step": 3, "precision": "fp8", "trainer.optimizer.lr": 0.0, "steps": 1}
 LR_0 = {"trainer.optimizer.lr": 0.0, "precision": "bf16", "engine.max_batch": 2, "steps": 3}
