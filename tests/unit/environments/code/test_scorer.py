@@ -195,7 +195,7 @@ def test_code_that_tries_to_look_right(name: str) -> None:
     answer = score(FAKES[name], tests, partial=True)
     assert answer == 0.0, answer.detail
     assert score(FAKES[name], CALLS, function="add", partial=True) == 0.0
-    assert score(FAKES[name], PROGRAMS, partial=True) == 0.0
+    assert score(FAKES[name], PROGRAMS[:1]) == 0.0
 
 
 @pytest.mark.parametrize(
