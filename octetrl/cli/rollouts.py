@@ -248,7 +248,7 @@ class RolloutsView:
             head.stylize("dim")
         for name, value in row.components.items():
             head.append(f"\n{clean(str(name))} {value:.3f}" if isinstance(value, int | float) else f"\n{clean(name)} -")
-        measured = [f"{name} {value:g}" for name, value in row.metrics.items() if isinstance(value, int | float)]
+        measured = [f"{name} {value:.3g}" for name, value in row.metrics.items() if isinstance(value, int | float)]
         if measured:
             head.append("\n" + clean("  ".join(measured)), style="dim")
         for text in filter(None, (row.trained_text, row.versions_text)):
@@ -260,10 +260,12 @@ class RolloutsView:
         return head
 
     def _body(self, row: SampledRow) -> Text:
-        parts = [self._said(row, part) for part in row.said]
-        return clipped(Text("\n").join(parts), self._letters)
+        lines = [Text("│ " * part.depth) + line for part in row.said for line in self._said(row, part).split("\n")]
+        return clipped(Text("\n").join(lines), self._letters)
 
     def _said(self, row: SampledRow, part: Utterance) -> Text:
+        if part.is_call:
+            return Text.assemble((part.by, "bold"), (f": {part.text}", "dim"))
         if part.by != MODEL:
             return Text.assemble((f"{clean(part.by)}: ", "dim"), (clean(part.text), "cyan"))
         if self._pieces is None or not row.logprobs:

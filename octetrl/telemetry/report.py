@@ -39,7 +39,7 @@ from octetrl.telemetry.report_data import (
     seconds_by_part,
     uncompared,
 )
-from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, SampledRow, select
+from octetrl.telemetry.rollouts import MODEL, Filter, Interval, SampledGroup, SampledRow, Utterance, select
 from octetrl.telemetry.step_line import duration
 
 BARS = 60  # at most in the chart of phases
@@ -377,17 +377,24 @@ def _sibling(row: SampledRow) -> str:
     failed = "" if row.reward is not None else " failed"
     versions = f", {row.versions_text}" if row.versions_text else ""
     detail = f'<div class="detail">{escape(_cut(str(row.line["detail"])))}</div>' if row.line.get("detail") else ""
-    said = "".join(
-        f"<pre>{escape(_cut(part.text))}</pre>" if part.by == MODEL
-        else f'<div class="environment"><b>{escape(part.by)}</b><pre>{escape(_cut(part.text))}</pre></div>'
-        for part in row.said
-    )  # fmt: skip
+    said = "".join(map(_said, row.said))
     return (
         f'<section style="--tone: var(--{tone})"><div class="facts"><span class="reward">{reward}</span>'
         f'<span class="status{failed}">{escape(row.status)}</span><span class="number soft">'
         f"{counted(len(row.token_ids), 'token')}{versions}</span></div>"
         f'{detail}<div class="said">{said}</div></section>'
     )
+
+
+def _said(part: Utterance) -> str:
+    by, text = escape(part.by), escape(_cut(part.text))
+    if part.is_call:
+        shown = f'<div class="call"><b>{by}</b><span class="soft">{text}</span></div>'
+    elif part.by == MODEL:
+        shown = f"<pre>{text}</pre>"
+    else:
+        shown = f'<div class="environment"><div class="soft">{by}</div><pre>{text}</pre></div>'
+    return f'<div class="fork" style="--depth: {part.depth - 1}">{shown}</div>' if part.depth else shown
 
 
 def _cut(text: str) -> str:

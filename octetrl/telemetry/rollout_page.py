@@ -114,12 +114,12 @@ def _sequences(row: SampledRow, pieces: Pieces | None) -> dict[str, Any]:
 
 
 def _part(row: SampledRow, part: Utterance, pieces: Pieces | None) -> dict[str, Any]:
+    place = {"by": part.by, "text": part.text, "depth": part.depth, "call": part.is_call}
     if part.by != MODEL or pieces is None or not row.logprobs:
-        return {"by": part.by, "text": part.text}
+        return place
     engine = row.logprobs[part.tokens]
     tokens: dict[str, Any] = {
-        "by": MODEL,
-        "text": part.text,
+        **place,
         "pieces": pieces(row.token_ids[part.tokens]),
         "logprobs": [round(logprob, 2) for logprob in engine],
     }

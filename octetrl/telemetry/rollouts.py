@@ -53,7 +53,7 @@ from octetrl.records import Completion, EarlierAnswer, FinishReason, Rollout, Ro
 from octetrl.system.errors import UserError, nearest_file, runs_in
 from octetrl.system.files import replaced_file
 from octetrl.system.json_file import parse_json
-from octetrl.system.text import ESCAPE
+from octetrl.system.text import ESCAPE, counted
 
 ROLLOUTS, EVALUATIONS = "rollouts", "evaluations"  # folders of a run: of its steps, and of the held-out tasks
 OWN_NAME = re.compile(r"step_(?P<step>\d{6,})\.jsonl(?P<partial>\.partial)?")  # others are the user's
@@ -281,9 +281,11 @@ def spans_of(token_ids: Sequence[int], mask: Sequence[bool]) -> list[tuple[bool,
 class Utterance:
     """One message of a conversation."""
 
-    by: str  # model, or the environment's role: user, tool, environment
+    by: str  # model, or the environment's role: user, tool, environment; the number of an agent's call, at its head
     text: str
     tokens: slice  # its part of the row's `token_ids`; empty for a message of the environment
+    depth: int = 0  # number of forks of an agent's calls above it
+    is_call: bool = False  # the head of a call
 
 
 @dataclass(frozen=True)
@@ -396,16 +398,15 @@ class SampledRow:
             call = calls[number]
             turn, tokens = turns.get(call.get("turn", -1), (None, slice(0, 0)))
             left_out = {"discarded": call.get("discarded"), "constrained": call.get("constrained")}
-            fate = next(
-                (f"{tokens_out} tokens, {why}" for why, tokens_out in left_out.items() if tokens_out is not None), ""
-            )
+            fates = (f"{counted(size, 'token')}, {why}" for why, size in left_out.items() if size is not None)
             after = "" if call["parent"] is None else f"after call {call['parent'] + 1}, "
             trained = "" if self.line.get("advantage") is None else ", trained"
-            head = after + (fate or f"{tokens.stop - tokens.start} tokens{trained}")
-            yield Utterance(f"{'│ ' * depth}call {number + 1}", head, slice(0, 0))
+            head = after + next(fates, f"{counted(tokens.stop - tokens.start, 'token')}{trained}")
+            yield Utterance(f"call {number + 1}", head, slice(0, 0), depth, is_call=True)
             for message in call["messages"]:
-                yield Utterance(message["role"], message["text"], slice(0, 0))
-            yield Utterance(MODEL if turn else "answer", turn["text"] if turn else call.get("text", ""), tokens)
+                yield Utterance(message["role"], message["text"], slice(0, 0), depth)
+            answer = turn["text"] if turn else call.get("text", "")
+            yield Utterance(MODEL if turn else "answer", answer, tokens, depth)
             next_ones = following.get(number, [])
             waiting += [(one, depth + int(place > 0)) for place, one in enumerate(next_ones)][::-1]
 

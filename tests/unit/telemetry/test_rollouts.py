@@ -72,12 +72,13 @@ def test_the_page_has_every_field_that_is_written_and_the_advantages_are_those_o
     assert (written["advantage"], json.loads(other)["advantage"]) == (0.25, None)
     (row, _) = (row for *_, row in matching_rows(tmp_path, Filter()))
     assert row.metrics == {"length": 2.0}
-    assert [(part.by, part.text) for part in row.said] == [
-        ("call 1", "3 tokens, trained"), ("user", "?"), ("model", "789"),
-        ("call 2", "after call 1, 3 tokens, constrained"), ("answer", "{}"),
-        ("│ call 4", "after call 1, 2 tokens, trained"), ("tool", "15"), ("model", "56"),
-        ("│ call 3", "2 tokens, discarded"), ("answer", "so"),
+    assert [(part.depth, part.by, part.text) for part in row.said] == [
+        (0, "call 1", "3 tokens, trained"), (0, "user", "?"), (0, "model", "789"),
+        (0, "call 2", "after call 1, 3 tokens, constrained"), (0, "answer", "{}"),
+        (1, "call 4", "after call 1, 2 tokens, trained"), (1, "tool", "15"), (1, "model", "56"),
+        (1, "call 3", "2 tokens, discarded"), (1, "answer", "so"),
     ]  # fmt: skip
+    assert [part.by for part in row.said if part.is_call] == ["call 1", "call 2", "call 4", "call 3"]
     assert [list(row.token_ids[part.tokens]) for part in row.said if part.by == "model"] == [[7, 8, 9], [5, 6]]
     by_sample = [[(trained, token) for trained, ids in sequence for token in ids] for sequence in row.sequences]
     samples = to_samples([RolloutGroup(TASK, (whole,))], build_algorithm(GrpoConfig()))
