@@ -74,7 +74,14 @@ ForSft = Annotated[
         help="With --input: lines that algorithm.conversations reads. Truncated and failed answers are left out.",
     ),
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, max=MOST_TOKENS, help="Largest number of tokens in a completion.")]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MOST_TOKENS,
+        help="Largest number of tokens in a completion. Default: 256, or as many as the model's positions leave.",
+    ),
+]
 Temperature = Annotated[float, typer.Option(min=0.0, max=MOST_TEMPERATURE, help="0 is greedy.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Continue each prompt without the chat template.")]
 BaseUrl = Annotated[
@@ -125,7 +132,7 @@ def generate(
     for_sft: ForSft = False,
     plain: Plain = False,
     chat_template: ChatTemplate = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -144,7 +151,7 @@ def generate(
 ) -> None:
     """Generate text from a model or a run."""
     sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=256 if max_new_tokens is None else max_new_tokens,
         temperature=_finite("--temperature", temperature),
         top_k=top_k,
         top_p=_finite("--top-p", top_p),
@@ -164,7 +171,7 @@ def generate(
 
         answers: Iterable[Sequence[Completion]] = generate_text(
             model, prompts, sampling, precision=precision, cluster=cluster, seed=seed, n=counts, plain=plain,
-            chat_template=chat_template, shows_progress=True,
+            chat_template=chat_template, shows_progress=True, fits=max_new_tokens is None,
         )  # fmt: skip
     else:
         refuse_local(precision, chat_template, cluster)

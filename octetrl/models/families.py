@@ -158,7 +158,7 @@ def spec_from_config(
     outer = config = JsonObject(content)
     family = outer_family(config)
     if family is not None:
-        config = text_of(config, scalar=scalar)
+        config = text_of(config, family, scalar=scalar)
     family = family or _family(config, scalar)
     if family is None or implementation == "transformers":
         return _of_transformers(config, implementation, scalar=scalar)

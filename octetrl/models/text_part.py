@@ -29,13 +29,16 @@ def outer_family(config: JsonObject) -> Family | None:
     return None
 
 
-def text_of(config: JsonObject, *, scalar: bool) -> JsonObject:
-    """The content of `text_config`, with what only the config.json around it says. UserError: for a scalar head."""
+def text_of(config: JsonObject, family: Family, *, scalar: bool) -> JsonObject:
+    """The content of `text_config`, with what only the config.json around it says. UserError: for a scalar head, and
+    for a text of another family."""
     if scalar:
         raise UserError("a model that reads images too has no scalar head here; give a folder of its text model alone")
     text = dict(config.object(TEXT))
     if not text:
         raise config.wrong(TEXT, "the settings of the model that reads text are needed")
+    if text.get("model_type", family.name) != family.name:
+        raise config.wrong(TEXT, f"the 'model_type' of its text is {family.name}, and not {text['model_type']!r}")
     for key in ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype"):
         if config.get(key) is not None:
             text[key] = config[key]

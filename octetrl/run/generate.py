@@ -63,18 +63,21 @@ def generate_text(
     plain: bool = False,
     chat_template: str | None = None,
     shows_progress: bool = False,
+    fits: bool = False,
 ) -> list[list[Completion]]:
     """`n` completions of each prompt. n may have a number for each prompt. A task's id begins messages about it.
 
     model: a Hugging Face folder, a run folder or a checkpoint. precision: None for the run's own, or bf16 if the model
     is no run. cluster: a recipe's section, for the device or for several workers. shows_progress: on stderr. plain:
-    prompts without a template. chat_template: a file in place of the tokenizer's template.
+    prompts without a template. chat_template: a file in place of the tokenizer's template. fits: answers are at most as
+    long as the model's positions leave.
     """
     console = Console("auto" if shows_progress else "quiet", total_steps=0, out=sys.stderr)
 
     tasks = [prompt if isinstance(prompt, Task) else Task("", prompt) for prompt in prompts]
 
     def load(folder: Path) -> tuple[Workers, list[tuple[int, ...]], ChatTokens]:
+        nonlocal sampling
         trained, tokenizer, positions = model_parts(folder, chat_template)
         rollout = rollout_of(model)
         variables = rollout.chat_template_kwargs
@@ -83,6 +86,8 @@ def generate_text(
         names = template_names(tokenizer)
         token_lists = [_prompt_tokens(chat, task, names, plain=plain) for task in tasks]
         longest = max(map(len, token_lists))
+        if fits and longest < positions:
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, positions - longest))
         if longest + sampling.max_new_tokens > positions:
             raise UserError(
                 f"--max-new-tokens: a prompt of {longest} tokens and an answer of {sampling.max_new_tokens} exceed the"

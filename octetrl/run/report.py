@@ -197,7 +197,7 @@ def _where(folder: Path, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "weights", f"{named / last.relative_to(folder)} (step {step_of(last)})"
     best = best_of(folder / CHECKPOINTS, read_run_id(folder), recipe.checkpoint.best_metric)
     if best not in (None, last):
-        yield "", f"{named}@{BEST} (step {step_of(best)}), the best saved"
+        yield "", f"{named}@{BEST} (step {step_of(best)}), the best of those saved"
 
 
 def _commands(folder: Path, recipe: Recipe) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import pytest
 
 from octetrl.telemetry.rollout_metrics import FailureShareError
 from tests.e2e.tiny_run import read_lines, run
+from tests.unit.workers.thread_team import run_on, steps_of
 
 AGENT: dict[str, Any] = {
     "environment.kind": "python",
@@ -36,6 +37,16 @@ def test_branches_streams_and_parallel_calls_are_trained_as_they_were_sampled(mo
         assert (
             sampled == trained + row["metrics"]["agent/discarded_tokens"] + row["metrics"]["agent/constrained_tokens"]
         )
+
+
+def test_agents_on_one_or_three_workers_are_trained_alike(model: Path, tmp_path: Path) -> None:
+    lines = []
+    for count in (1, 3):
+        with run_on(count, model, tmp_path / str(count), **agents("Caller", steps=1)) as live:
+            _, (line,) = steps_of(live, 1)
+        assert line["mismatch/max_abs_diff"] == 0.0 and line["rollout/segments"] >= 2
+        lines.append({name: value for name, value in line.items() if name != "agent/engine_share"})
+    assert lines[0] == pytest.approx(lines[1], rel=1e-6)  # a sum over workers has another order
 
 
 def test_how_an_agent_ends_is_its_status_and_no_failure_is_a_reward_of_0(model: Path, tmp_path: Path) -> None:

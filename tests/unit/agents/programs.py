@@ -82,6 +82,7 @@ def played_task(
     collection = CollectionSettings(chat, SamplingParams(200), 1, 400, seed=3, history=history)
     try:
         (group,) = collect_groups([environment.tasks[task]], dialogue, workers, collection, Collecting())
+        assert server.policy.num_open == 0 and not server.policy.sessions, "a key that is left"
         return group.rollouts[0], workers.sessions[0]
     finally:
         dialogue.close()

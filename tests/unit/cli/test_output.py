@@ -167,12 +167,13 @@ def test_generate_hands_over_its_options(
         "plain": False,
         "chat_template": None,
         "shows_progress": True,
+        "fits": False,
     }
     assert seen == [(("m", [Task("", "a"), Task("", "b")], sampling), options)]
     assert "completion 2" in capsys.readouterr().out
     Path("rows.jsonl").write_text('{"prompt": "a", "n": 2}\n{"prompt": "b"}\n')
     assert run_command(["generate", "m", "--input", "rows.jsonl", "-n", "3"]) == 0
-    assert seen[-1][1]["n"] == [2, 3]
+    assert seen[-1][1]["n"] == [2, 3] and seen[-1][1]["fits"]
 
 
 def test_a_file_stays_as_it_was_until_the_new_one_is_whole(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import types
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +98,50 @@ def test_a_game_of_textarena_is_played_to_its_end(tmp_path: Path, monkeypatch: p
         environment.close()
     assert (rollout.status, rollout.reward) == ("scored", 1.0), rollout.detail
     assert len(session.submitted) == len(rollout.turns) == 4 and len(rollout.segments) == 1
+
+
+@pytest.mark.parametrize(("verdict", "expected"), [({"reward": 0.5}, ("scored", 0.5)), ({}, ("reward_error", None))])
+def test_a_task_of_nemo_gym_is_verified_by_its_resources_server(
+    verdict: dict[str, Any], expected: tuple[str, float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A double of the server, by its protocol: /seed_session with a cookie, then /verify with the whole response."""
+    if vf is None:
+        missing("verifiers", "not installed; `make test-outside` runs them")
+    asked: list[tuple[str, str | None, dict[str, Any]]] = []
+
+    class Resources(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            given = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.path, self.headers["cookie"], given))
+            echoed = {name: given[name] for name in ("responses_create_params", "response") if name in given}
+            self.send_response(200)
+            self.send_header("set-cookie", "session=7")
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({**echoed, **verdict, "extra": 3} if self.path == "/verify" else {}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    row = {"responses_create_params": {"input": [{"role": "user", "content": "7 + 8 ="}]}, "expected": "15"}
+    (tmp_path / "sums.jsonl").write_text(json.dumps(row))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # uv
+    server = HTTPServer(("127.0.0.1", 0), Resources)
+    Thread(target=server.serve_forever, daemon=True).start()
+    task = {"resources_url": f"http://127.0.0.1:{server.server_port}"}
+    taskset = {"dataset": str(tmp_path / "sums.jsonl"), "task": task}
+    parameters = {"taskset": taskset, "agent": {"harness": {"id": "null"}}}
+    environment = verifiers_environment("nemo_gym", parameters, size=2, max_turns=3)
+    try:
+        rollout, session = played_task(environment, 0, max_turns=9, agent_seconds=240.0)
+    finally:
+        environment.close()
+        server.shutdown()
+        server.server_close()
+    assert (rollout.status, rollout.reward) == expected, rollout.detail
+    assert [(path, cookie) for path, cookie, _ in asked] == [("/seed_session", None), ("/verify", "session=7")]
+    assert asked[1][2]["expected"] == "15" and "so 15" in json.dumps(asked[1][2]["response"])
+    assert len(session.submitted) == len(rollout.turns) == 1
 
 
 def test_what_cannot_be_loaded_is_one_line(sums: VerifiersEnvironment, tmp_path: Path) -> None:

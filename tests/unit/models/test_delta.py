@@ -79,8 +79,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", [{}, None])
-def test_a_text_config_that_is_missing_is_named(text: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("text", [{}, None, TEXT | {"model_type": "qwen3"}])
+def test_a_text_config_that_is_missing_or_of_another_family_is_named(text: dict[str, Any] | None) -> None:
     with pytest.raises(UserError, match="'text_config'"):
         spec_from_config(OUTER | {"text_config": text})
 

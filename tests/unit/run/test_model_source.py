@@ -101,7 +101,7 @@ def test_the_best_checkpoint_of_a_run_and_of_its_report_is_one(here: Path) -> No
     assert dict(results(read_run(folder)))["best"].startswith("held-out accuracy 0.500 at step 5;")
     assert found_model(f"{folder}@best").name == weights_folder(Path(f"{folder}@best")).name == "step_000005"
     assert recipe_of_run(f"{folder}@best") == folder / "config.yaml"
-    assert ("", f"{folder}@best (step 5), the best saved") in last_screen(folder, recipe)[1]
+    assert ("", f"{folder}@best (step 5), the best of those saved") in last_screen(folder, recipe)[1]
     checkpoint.prune(folder / "checkpoints", keep_last=1, keep_best=1, best_metric="eval/accuracy", run_id="ours")
     assert found_model(f"{folder}@best").name == "step_000005"
     (folder / "config.yaml").write_text(dump_recipe(recipe_from_mapping(tree | {"checkpoint": {"best_metric": "kl"}})))
