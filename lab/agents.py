@@ -1,15 +1,19 @@
 """Measures programs as rollouts: what they cost beside plain answers, and what is left of them after many.
 
-    python -m lab.agents [--agents 64] [--rollouts 1000] [--calls 4] [--wait 0.2,2] [--batch 48] [--preset tiny]
-                         [--precision bf16] [--tokens 256]
+    python -m lab.agents [--agents 64] [--waves 1] [--rollouts 1000] [--calls 4] [--wait 0.2,2] [--batch 48]
+                         [--preset tiny] [--precision bf16] [--tokens 256]
 
 Each agent is a program of this process that asks `calls` questions over HTTP in one conversation, and waits between
-them for a random time from the interval `wait`, in seconds. `agents` of them run in each step, until there were
-`rollouts`. The model is random and generates noise, on a CPU or a GPU: up to a stop string, or exactly `tokens` tokens.
+them for a random time from the interval `wait`, in seconds. At most `agents` of them run at once, in steps of `waves`
+times as many, until there were `rollouts`. The model is random and generates noise, on a CPU or a GPU: up to a stop
+string, or exactly `tokens` tokens.
 
-`plain` is a step of as many answers without conversations, all of which the engine knows from its start. `share` is
-the agents' tokens per second over those of `plain`. The steps with agents are measured after about 100 rollouts and at
-the end: memory of the process, threads, open files, and keys that are still open.
+`plain` is a step of as many answers without conversations, all of which the engine knows from its start. `whole` is a
+step of fewer answers, each as long as all answers of an agent together, so that their contexts are as long. `share` and
+`share_of_whole` are the agents' tokens per second over theirs. All come after steps that are not counted, which compile
+kernels.
+The steps with agents are measured after about 100 rollouts and at the end: memory of the process, threads, open files,
+and keys that are still open.
 """
 
 from __future__ import annotations
@@ -43,19 +47,22 @@ SHOWN = (
     "rollout/count",
     "rollout/tokens_per_second",
     "share",
+    "share_of_whole",
+    "rollout/batch_occupancy",
     "memory_mib",
     "threads",
     "open_files",
     "keys",
 )
+ENGINE = ("rollout/batch_occupancy", "rollout/prefilled_tokens", "time/capture")  # figures of the engine
 FIRST = 100  # rollouts before the first count of what is held: by then everything was built once
 
 
 class Asking:
     """Asks, waits, and asks again in the same conversation."""
 
-    def __init__(self, agents: int, calls: int, wait: tuple[float, float]) -> None:
-        self.tasks = [Task(id=f"asking/{number}", prompt=f"{number} + 1 =") for number in range(agents // GROUP)]
+    def __init__(self, rollouts: int, calls: int, wait: tuple[float, float]) -> None:
+        self.tasks = [Task(id=f"asking/{number}", prompt=f"{number} + 1 =") for number in range(rollouts // GROUP)]
         self._calls, self._wait = calls, wait
 
     async def agent(self, task: Task, model: Model) -> str:
@@ -75,17 +82,22 @@ class Asking:
         return conversation.random.random()
 
 
-def collected(run: Run, environment: Any, dialogue: Dialogue, step: int, exact: bool) -> dict[str, float]:
-    """exact: every answer has as many tokens as it may have."""
+def collected(
+    run: Run, environment: Any, dialogue: Dialogue, step: int, exact: bool, longer: int = 1
+) -> dict[str, float]:
+    """exact: every answer has as many tokens as it may have. longer: how many times the recipe's number that is."""
     collection, state = replace(run.collection.at_step(step), group_size=GROUP), Collecting()
     if exact:
-        sampling = replace(collection.sampling, ignore_eos=True, stop=())
+        most = longer * collection.sampling.max_new_tokens
+        sampling = replace(collection.sampling, max_new_tokens=most, ignore_eos=True, stop=())
         collection = replace(collection, sampling=sampling)
     began = time.perf_counter()
     groups = collect_groups(environment.tasks, dialogue, run.workers, collection, state)
     seconds = time.perf_counter() - began
     assert state.occupancy is not None
     found = figures(groups, state.occupancy, seconds)
+    if state.session is not None:
+        found |= {name: value for name, value in state.session.named().items() if name in ENGINE}
     lost = [rollout.detail for group in groups for rollout in group.rollouts if rollout.reward is None]
     assert not lost, f"{len(lost)} agents failed: {lost[0]}"
     segments = [len(rollout.segments) for group in groups for rollout in group.rollouts]
@@ -99,9 +111,11 @@ def held(server: AgentServer) -> dict[str, float]:
     return {"memory_mib": resident / 2**20, "threads": threading.active_count(), "open_files": files, "keys": keys}
 
 
-def with_agents(run: Run, environment: Asking, rollouts: int, calls: int, exact: bool) -> list[dict[str, float]]:
+def with_agents(
+    run: Run, environment: Asking, agents: int, rollouts: int, calls: int, exact: bool
+) -> list[dict[str, float]]:
     """The figures of all steps together, after `FIRST` rollouts and at the end."""
-    dialogue = Dialogue(environment, ConversationLimits(max_turns=calls))
+    dialogue = Dialogue(environment, ConversationLimits(max_turns=calls, max_in_flight=agents))
     server = AgentServer(
         run.tokenizer,
         vocab_size=VOCAB_SIZE,
@@ -121,9 +135,11 @@ def with_agents(run: Run, environment: Asking, rollouts: int, calls: int, exact:
             if (done >= FIRST and not counted) or done >= rollouts:
                 seconds = sum(step["seconds"] for step in steps)
                 tokens = sum(step["rollout/tokens_per_second"] * step["seconds"] for step in steps)
+                averaged = ("rollout/engine_busy_share", "rollout/in_flight", "rollout/segments", *ENGINE)
                 means = {
                     name: sum(step[name] * step["seconds"] for step in steps) / seconds
-                    for name in ("rollout/engine_busy_share", "rollout/in_flight", "rollout/segments")
+                    for name in averaged
+                    if name in steps[0]
                 }
                 row = {"rollout/count": done, **means, "rollout/tokens_per_second": tokens / seconds}
                 counted.append({**row, "seconds": seconds, **held(server)})
@@ -135,6 +151,7 @@ def with_agents(run: Run, environment: Asking, rollouts: int, calls: int, exact:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=64)
+    parser.add_argument("--waves", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--calls", type=int, default=4)
     parser.add_argument("--wait", default="0.2,2")
@@ -148,24 +165,34 @@ def main() -> None:
     low, high = map(float, asked.wait.split(","))
     common = {"precision": asked.precision, "model": asked.preset}
     exact, tokens = asked.tokens is not None, asked.tokens or MAX_TOKENS
-    workload = f"{asked.agents} agents, {asked.calls} calls, {low:g}-{high:g} s between, room for {asked.batch}"
+    workload = f"{asked.agents} agents at once, {asked.calls} calls, {low:g}-{high:g} s between, room for {asked.batch}"
     workload += f", {tokens} tokens" if exact else ""
     with tempfile.TemporaryDirectory() as folder:
         run = make_run(Path(folder), asked.preset, asked.batch, asked.calls, tokens, asked.precision)
         plain = Slow(asked.agents * asked.calls, 1, 0.0, 0.0)
         calibrate(run, plain.tasks, run.config.model.context_length)
-        for step in (1, 2):  # the first builds pages and kernels
-            dialogue = Dialogue(plain, ConversationLimits())
-            answers = collected(run, plain, dialogue, step, exact)
+        steps = [(plain, 1), (plain, 1)]  # the first builds pages and kernels
+        if exact:  # else the answers end where they like
+            steps += [(Slow(asked.batch, 1, 0.0, 0.0), asked.calls)]
+        answers: dict[int, dict[str, float]] = {}  # by how many times as long
+        for step, (environment, longer) in enumerate(steps):
+            dialogue = Dialogue(environment, ConversationLimits())
+            answers[longer] = collected(run, environment, dialogue, step, exact, longer)
             dialogue.close()
-        environment = Asking(asked.agents, asked.calls, (low, high))
-        counted = with_agents(run, environment, asked.rollouts, asked.calls, exact)
+        with_agents(run, Asking(asked.agents, asked.calls, (low, high)), asked.agents, 1, asked.calls, exact)
+        agents = Asking(asked.agents * asked.waves, asked.calls, (low, high))
+        counted = with_agents(run, agents, asked.agents, asked.rollouts, asked.calls, exact)
         run.close()
-    whole = answers["rollout/tokens_per_second"]
-    rows: list[dict[str, object]] = [{**common, "workload": f"plain, room for {asked.batch}", **answers}]
-    rows += [
-        {**common, "workload": workload, **row, "share": row["rollout/tokens_per_second"] / whole} for row in counted
+    names = {1: "plain", asked.calls: "whole"}
+    rows: list[dict[str, object]] = [
+        {**common, "workload": f"{names[longer]}, room for {asked.batch}", **row} for longer, row in answers.items()
     ]
+    per_second = {longer: row["rollout/tokens_per_second"] for longer, row in answers.items()}
+    for row in counted:
+        shares = {"share": row["rollout/tokens_per_second"] / per_second[1]}
+        if exact:
+            shares["share_of_whole"] = row["rollout/tokens_per_second"] / per_second[asked.calls]
+        rows.append({**common, "workload": workload, **row, **shares})
     show(rows, "agents beside plain rollouts", SHOWN)
     write_result("agents", asked.preset, rows, asked.out)
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import logging
 import socket
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -46,6 +47,7 @@ from octetrl.server.requests import ChatBody, TokenizeBody
 from octetrl.system.errors import error_line
 
 MOST_BYTES = 32 << 20  # of a body
+_SWITCH_SECONDS = 3e-4  # the thread that launches forwards waits at most so long for each of the server's
 _MOST_REQUESTS = 1 << 15  # at once, each with a descriptor here, and one at the client that may be in this process too
 IGNORED = (  # fields of a body that would change the policy
     *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "min_tokens", "ignore_eos"),
@@ -75,6 +77,8 @@ class AgentServer:
         wake: Any,
     ) -> None:
         connection_limit(_MOST_REQUESTS)
+        self._switched = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         logging.getLogger("asyncio").addFilter(OncePerMinute())  # it logs each connection that finds no descriptor
         own = deepcopy(tokenizer)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -119,6 +123,7 @@ class AgentServer:
 
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
+        sys.setswitchinterval(self._switched)
         self._thread.join(5.0)
         self._listening.close()
 

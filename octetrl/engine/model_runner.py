@@ -1,8 +1,9 @@
 """Runs one step on the device: changed rows -> page copies -> a forward -> tokens and log-probs, copied to the host.
 
 A decode forward reads and writes the batch's rows on the device, sampling included, so forwards follow one another
-without the host. On a GPU each batch size is one captured graph (cuda_graphs.py). `launch` returns before the device is
-done, with a `Results` that can be read later. A prefill forward takes chunks of prompts and only writes their K and V.
+without the host. On a GPU each batch size is one captured graph (forward_graphs.py). `launch` returns before the device
+is done, with a `Results` that can be read later.
+A prefill forward takes chunks of prompts and only writes their K and V, a few short ones by a graph (prompt_rows.py).
 
 **Batch rows.** The state of each place in the batch, on the device:
 
@@ -29,10 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octetrl.engine.cuda_graphs import DecodeGraphs, can_capture, padded_batch, padded_drafts
 from octetrl.engine.draft_rows import DraftRows
+from octetrl.engine.forward_graphs import ForwardGraphs, can_capture, padded_batch, padded_drafts
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.pinned import to_device
+from octetrl.engine.prompt_rows import PromptRows
 from octetrl.engine.request import Chunk, RunningSequence, Step
 from octetrl.engine.row_edits import RowEdits
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
@@ -86,21 +88,21 @@ class BatchRows:
             filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
             self._draws_R[sequence.row] = sampling.temperature > 0
             self._filters_R[sequence.row] = filters and sampling.temperature > 0
-        integers = self._to_device(integers_n6)
+        integers = to_device(integers_n6, self._device)
         self._integers_5R.index_copy_(1, integers[:, 0], integers[:, 1:].t())
-        self._fractions_3R.index_copy_(1, integers[:, 0], self._to_device(fractions_n3).t())
+        self._fractions_3R.index_copy_(1, integers[:, 0], to_device(fractions_n3, self._device).t())
 
     def write_pages(self, pages: Sequence[tuple[int, int, int]]) -> None:
         """Writes entries (row, index, page) of the block tables."""
         if pages:
-            row_n, index_n, page_n = self._to_device(np.array(pages, dtype=np.int64).T).unbind()
+            row_n, index_n, page_n = to_device(np.array(pages, dtype=np.int64).T, self._device).unbind()
             self._table_RW.index_put_((row_n, index_n), page_n.int())
 
     def activate(self, row_B: np.ndarray, padded: int) -> None:
         """Sets the batch: these rows, then idle ones up to `padded`."""
         active = np.full(padded, self._idle, dtype=np.int64)
         active[: len(row_B)] = row_B
-        self._plan_4R[0, :padded].copy_(self._to_device(active))
+        self._plan_4R[0, :padded].copy_(to_device(active, self._device))
 
     def activate_drafts(self, drafts: DraftRows, padded: int, kept: tuple[np.ndarray, int]) -> None:
         """Sets the rows of a forward with drafts, then idle ones up to `padded`. `kept`: rows of the last such forward
@@ -135,9 +137,6 @@ class BatchRows:
         if drafts:
             return settle_drafts(token_B, logprob_B, self._plan_4R[:3, :batch], self._integers_5R)
         return advance_rows(token_B, logprob_B, self._plan_4R[0, :batch], self._integers_5R)
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self._device)
 
 
 class Sampled(NamedTuple):
@@ -185,8 +184,10 @@ class ModelRunner:
     ) -> None:
         self.model, self.device = model, device
         self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
-        self.graphs = DecodeGraphs(self._decode) if device.type == "cuda" and can_capture(model) else None
+        self.graphs = ForwardGraphs(device) if device.type == "cuda" and can_capture(model) else None
         self.fused = device.type == "cuda" and can_fuse(model)
+        whole = model.group.size == 1
+        self.prompts = PromptRows(self.graphs, self._forward, max_tokens, page_size) if self.graphs and whole else None
         self._page_size, self._max_batch, self._max_tokens = page_size, max_batch, max_tokens
         self._rows = BatchRows(max_batch=max_batch, max_tokens=max_tokens, page_size=page_size, device=device)
         self._cu_seqlens_B1 = torch.arange(max_batch + 2, dtype=torch.int32, device=device)
@@ -224,7 +225,7 @@ class ModelRunner:
             return Results(self._decode(size, *self._how, cache, edits=edits), len(batch.sequences), edits)
         if self.graphs is None:
             return Results(self._decode(size, *self._how, cache), len(batch.sequences))
-        return Results(self.graphs.run(size, *self._how, cache), len(batch.sequences))
+        return Results(self.graphs.run(self._decode, size, *self._how, cache), len(batch.sequences))
 
     def _launch_drafts(self, batch: Batch, drafts: DraftRows, cache: KVCache) -> Results:
         num_rows = len(drafts.row_N)
@@ -234,8 +235,9 @@ class ModelRunner:
         if batch is not self._drafted:
             self._drafted, self._how = batch, self._rows.samples_how(batch.row_B)
         self._batch = None
-        decode = self._decode if self.graphs is None else self.graphs.run
-        return Results(decode(size, *self._how, cache, True), num_rows, drafts=drafts)
+        how = (size, *self._how, cache)
+        bits_2N = self._verify(*how) if self.graphs is None else self.graphs.run(self._verify, *how)
+        return Results(bits_2N, num_rows, drafts=drafts)
 
     def padded_rows(self, num_rows: int) -> int:
         """Number of rows of a forward with drafts, idle ones included."""
@@ -291,17 +293,25 @@ class ModelRunner:
         logprob_B = logprobs_alone(logits_BV, token_B.clamp_min(0), inputs.divisor_B)
         return self._rows.advance(size, token_B, logprob_B, drafts=drafts)
 
+    def _verify(self, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+        """`_decode` of rows of which some verify drafts."""
+        return self._decode(size, draws, filters, cache, drafts=True)
+
     def _prefill(self, chunks: Sequence[Chunk], cache: KVCache) -> None:
         columns_3T = np.concatenate([self._chunk_columns(chunk) for chunk in chunks], axis=1)
-        token_T, position_T, slot_T = self._to_device(columns_3T).unbind()
         context_C = np.array([chunk.stop for chunk in chunks], dtype=np.int32)
         lengths_C = np.array([chunk.stop - chunk.start for chunk in chunks], dtype=np.int32)
+        if self.prompts is not None and (size := self.prompts.size(columns_3T[1])) is not None:
+            table_CP = self._chunk_tables(chunks, int(context_C.max()))
+            _score_prompts(self.model, chunks, self.prompts.run(columns_3T, lengths_C, table_CP, size, cache))
+            return
+        token_T, position_T, slot_T = to_device(columns_3T, self.device).unbind()
         context = PagedContext(
             layers=cache.layers,
             slot_mapping_T=slot_T,
-            block_table_BP=self._to_device(self._chunk_tables(chunks, int(context_C.max()))),
-            cu_seqlens_q_B1=self._to_device(np.concatenate(([0], lengths_C.cumsum())).astype(np.int32)),
-            context_lens_B=self._to_device(context_C),
+            block_table_BP=to_device(self._chunk_tables(chunks, int(context_C.max())), self.device),
+            cu_seqlens_q_B1=to_device(np.concatenate(([0], lengths_C.cumsum())).astype(np.int32), self.device),
+            context_lens_B=to_device(context_C, self.device),
             max_query_len=int(lengths_C.max()),
             max_context_len=int(context_C.max()),
         )
@@ -330,9 +340,6 @@ class ModelRunner:
             pages = chunk.owner.pages[: len(row_P)]
             row_P[: len(pages)] = pages
         return table_CP
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return to_device(array, self.device)
 
 
 def _score_prompts(model: Decoder, chunks: Sequence[Chunk], hidden_TE: Tensor) -> None:

@@ -69,6 +69,7 @@ class StateRunner(ModelRunner):
 
     def __init__(self, model: Decoder, *, max_batch: int, **options: Any) -> None:
         super().__init__(model, max_batch=max_batch, **options)
+        self.prompts = None  # a state follows from one row at a time
         self.states: SequenceStates | None = None
         self._chunk_slots: Tensor | None = None
 
@@ -89,7 +90,7 @@ class StateRunner(ModelRunner):
         return self.states
 
     def _prefill(self, chunks: Sequence[Chunk], cache: KVCache) -> None:
-        self._chunk_slots = self._to_device(np.array([chunk.slot for chunk in chunks], dtype=np.int64))
+        self._chunk_slots = to_device(np.array([chunk.slot for chunk in chunks], dtype=np.int64), self.device)
         super()._prefill(chunks, cache)
         self._chunk_slots = None
 

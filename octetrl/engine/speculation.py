@@ -28,9 +28,9 @@ from typing import Protocol
 import numpy as np
 
 from octetrl.config.schema import SpeculationConfig
-from octetrl.engine.cuda_graphs import padded_batch
 from octetrl.engine.draft_budget import DraftBudget, DraftLosses, DraftSwitch, ForwardTimes
 from octetrl.engine.draft_rows import DraftRows, num_right
+from octetrl.engine.forward_graphs import padded_batch
 from octetrl.engine.kv_cache import KVCache
 from octetrl.engine.metrics import DraftTally, Tally
 from octetrl.engine.model_runner import ModelRunner, Results, Sampled

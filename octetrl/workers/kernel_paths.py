@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from octetrl.engine.cuda_graphs import can_capture
+from octetrl.engine.forward_graphs import can_capture
 from octetrl.kernels import gluon
 from octetrl.models.decoder import Decoder
 from octetrl.models.rollout_forward import can_fuse

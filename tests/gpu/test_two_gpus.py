@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.cluster import ClusterConfig
-from octetrl.engine.cuda_graphs import DecodeGraphs
+from octetrl.engine.forward_graphs import ForwardGraphs
 from octetrl.records import RolloutGroup
 from octetrl.run.build import build_run
 from octetrl.run.loop import train
@@ -166,12 +166,16 @@ def receive_beside_graphs(rank: int, address: str, folder: Path) -> None:
 
     def run_graphs() -> None:
         ones_N = torch.ones(1 << 20, device=device)
-        graphs = DecodeGraphs(lambda size, *_: sum((ones_N[:size] * one for one in range(50)), ones_N[:size] * 0))
+        graphs = ForwardGraphs(device)
+
+        def forward(size: int, *_: object) -> Tensor:
+            return sum((ones_N[:size] * one for one in range(50)), ones_N[:size] * 0)
+
         try:
             while not ends.is_set():
                 cache: Any = object()  # a new one drops the graphs
                 for size in (1 << 10, 1 << 20, 1 << 10, 1 << 20):  # captured, then replayed
-                    assert graphs.run(size, False, False, cache).eq(1225.0).all()
+                    assert graphs.run(forward, size, False, False, cache).eq(1225.0).all()
                     captured[0] += 1
         except BaseException as error:
             errors.append(error)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from octetrl.engine.engine import Engine
+from octetrl.engine.prompt_rows import PromptRows
 from octetrl.records import GenerationRequest
 from tests.parity.sides import Answers, Sides
+from tests.unit.engine.tiny_engine import Graphs
 
 Asked = Sequence[GenerationRequest]
 MakeEngine = Callable[..., Engine]
@@ -37,6 +39,20 @@ def small_chunks(make: MakeEngine, asked: Asked) -> Answers:
 
 def odd_chunks(make: MakeEngine, asked: Asked) -> Answers:
     return make(prefill_chunk=77).generate(asked)
+
+
+def prompts_the_other_way(make: MakeEngine, asked: Asked) -> Answers:
+    """Prompts as rows of decode's kernels, where they are chunks; as chunks, where they are rows, on a GPU."""
+    engine = make(page_size=16)
+    runner = engine._runner
+    if runner.prompts is not None:
+        runner.prompts = None
+        return engine.generate(asked)
+    graphs: Any = Graphs()
+    runner.prompts = PromptRows(graphs, runner._forward, runner._max_tokens, 16)
+    answers = engine.generate(asked)
+    assert graphs.seconds > 0, "no prompt went the other way"
+    return answers
 
 
 def small_batches(make: MakeEngine, asked: Asked) -> Answers:
@@ -92,6 +108,7 @@ IN_THE_ENGINE: Mapping[str, Callable[[MakeEngine, Asked], Answers]] = {
         small_pages,
         small_chunks,
         odd_chunks,
+        prompts_the_other_way,
         small_batches,
         longest_first,
         prefix_hit,
@@ -146,5 +163,5 @@ def check_situations(
 
 def check_some_situations(sides: Sides, asked: Asked) -> None:
     """`check_situations`, of an engine whose graphs take long to capture, and of the layers alone."""
-    engine = ("one_by_one", "small_chunks", "small_batches", "prefix_hit")
+    engine = ("one_by_one", "small_chunks", "prompts_the_other_way", "small_batches", "prefix_hit")
     check_situations(sides, asked, engine=engine, trainer=[name for name in in_the_trainer(1) if "logits" not in name])

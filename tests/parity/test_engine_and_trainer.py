@@ -37,7 +37,7 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("qwen3", "bf16", None, EVERY, TRAINERS),
     ("qwen3", "fp8_full", None, EVERY, TRAINERS),
     ("qwen3", "fp8", None, BATCHES, TRAINERS),  # its cache is bf16's
-    ("qwen3", "fp8_dynamic", None, PAGES, TRAINERS),  # its linears are fp8_full's
+    ("qwen3", "fp8_dynamic", None, (*PAGES, "prompts_the_other_way"), TRAINERS),  # its linears are fp8_full's
     ("qwen3", "fp8_int8", None, (), TRAINERS),
     ("qwen3", "fp8_full_k", None, PAGES, ONE),
     ("qwen3", "fp8_full_v", None, (), ONE),
@@ -56,12 +56,12 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("qwen3", "fp8_full", LORA, ("one_by_one", "prefix_hit"), TRAINERS),  # its pages are those without
     ("qwen2.5", "fp8_dynamic", LORA, ("one_by_one", "next_turn", "preempted"), FEW),
     ("softmax", "bf16", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
-    ("sigmoid", "fp8_full", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
+    ("sigmoid", "fp8_full", None, ("one_by_one", "prompts_the_other_way", "prefix_hit"), FEW),
     ("gated", "fp8_full", None, ("one_by_one", "small_chunks", "prefix_hit"), FEW),
     ("sigmoid", "bf16", ON_EXPERTS, ("one_by_one", "small_chunks"), FEW),
     ("sigmoid", "fp8_full", ON_EXPERTS, ("one_by_one", "small_chunks"), FEW),
     ("direct", "bf16", None, ("small_chunks", "next_turn"), FEW),
-    ("low_rank", "fp8_full", None, ("one_by_one", "prefix_hit", "preempted"), FEW),
+    ("low_rank", "fp8_full", None, ("prompts_the_other_way", "prefix_hit", "preempted"), FEW),
     ("low_rank", "fp8_full", ON_LATENTS, (), ONE),
     ("delta", "bf16", None, SLOTS, FEW),
     ("delta", "fp8_full", ON_DELTA, ("one_by_one", "preempted"), ONE),
@@ -69,9 +69,9 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("heads of 80, YaRN, biases", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 80, YaRN, biases", "fp8", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 96, a window", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
-    ("heads of 96, a window", "fp8_full", None, ("small_chunks", "prefix_hit"), ONE),
+    ("heads of 96, a window", "fp8_full", None, ("prompts_the_other_way", "prefix_hit"), ONE),
     ("heads of 192, windows by layer", "fp8_full", None, ("small_chunks", "prefix_hit"), ONE),
-    ("gpt-oss", "fp8_full", None, ("small_chunks", "prefix_hit"), ONE),
+    ("gpt-oss", "fp8_full", None, ("small_chunks", "prompts_the_other_way"), ONE),
     ("gpt-oss", "bf16", ON_EXPERTS, (), ONE),
 ]
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from octetrl.config.schema import SpeculationConfig
 from octetrl.engine import speculation
-from octetrl.engine.cuda_graphs import padded_batch, padded_drafts
 from octetrl.engine.draft_budget import (
     FIRST_PAUSE,
     REFERENCE_AGE,
@@ -28,6 +27,7 @@ from octetrl.engine.draft_budget import (
     DraftSwitch,
     ForwardTimes,
 )
+from octetrl.engine.forward_graphs import padded_batch, padded_drafts
 from octetrl.engine.request import Step
 from octetrl.engine.speculation import Speculator
 from octetrl.engine.transcript import Batch

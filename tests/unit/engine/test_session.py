@@ -335,7 +335,7 @@ def test_a_session_is_told_what_it_captured_itself() -> None:
     engine = tiny_engine()
     engine.generate([request()])
     assert engine.metrics is not None and engine.metrics.session_capture_seconds is None
-    engine._runner.graphs = graphs = Graphs(engine)  # type: ignore[assignment]
+    engine._runner.graphs = graphs = Graphs()  # type: ignore[assignment]
     for tokens, own, ever in ((2, 0.5, 0.5), (3, 0.75, 1.25), (0, 0.0, 1.25)):
         engine.generate([request(max_new_tokens=tokens, ignore_eos=True)] if tokens else [])
         assert engine.metrics is not None and graphs.seconds == ever

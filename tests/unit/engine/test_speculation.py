@@ -167,14 +167,14 @@ def test_padded_batches() -> None:
     """As on a GPU: sizes are those of graphs, so idle rows lie behind the drafts."""
     expected = tiny_engine("fp8_full").generate(ASKED[:3])
     engine = speculative("fp8_full", Random(), draft=3, max_batch=16)
-    engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
+    engine._runner.graphs = Graphs()  # type: ignore[assignment]
     assert engine.generate(ASKED[:3]) == expected
 
 
 def test_attention_knows_which_rows_are_of_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a sequence follow one another, with its pages, one key more each; idle rows are behind them, alone."""
     engine = speculative(source=Random(), draft=5, max_batch=16)
-    engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
+    engine._runner.graphs = Graphs()  # type: ignore[assignment]
     forward, contexts = ModelRunner._forward, []
 
     def record(runner: ModelRunner, token_T: Any, position_T: Any, context: PagedContext, **how: Any) -> Any:
@@ -403,7 +403,7 @@ def test_the_time_of_capturing_is_the_last_calls() -> None:
     asked = [request(max_new_tokens=2, ignore_eos=True)]
     engine.generate(asked)
     assert "time/capture" not in engine.rollout_metrics(), "what was not measured is left out"
-    engine._runner.graphs = Graphs(engine)  # type: ignore[assignment]
+    engine._runner.graphs = Graphs()  # type: ignore[assignment]
     for _ in range(2):
         engine.generate(asked)
         assert engine.rollout_metrics()["time/capture"] == 0.5

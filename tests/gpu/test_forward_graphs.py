@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octetrl.engine.cuda_graphs import DecodeGraphs
+from octetrl.engine.forward_graphs import ForwardGraphs
 from octetrl.engine.kv_cache import KVCache
 
 pytestmark = pytest.mark.gpu
@@ -23,21 +23,21 @@ def replayed_beside(what: Callable[[], None]) -> Tensor:
     """What a graph gives whose capture had `what` done in the midst of it."""
     x = torch.arange(1000.0, device="cuda")
 
-    def decode(size: int, draws: bool, filters: bool, cache: KVCache, by_row: bool) -> Tensor:
+    def decode(size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
         doubled = 2 * x
         if torch.cuda.is_current_stream_capturing():
             what()
         return doubled + size
 
-    graphs = DecodeGraphs(decode)
-    graphs.run(3, True, False, CACHE)
+    graphs = ForwardGraphs(torch.device("cuda"))
+    graphs.run(decode, 3, True, False, CACHE)
     x.add_(1)
-    return graphs.run(3, True, False, CACHE) - 2 * x
+    return graphs.run(decode, 3, True, False, CACHE) - 2 * x
 
 
 def test_garbage_that_holds_graphs_waits_for_the_capture() -> None:
-    given_up = DecodeGraphs(lambda size, *_: torch.ones(size, device="cuda"))
-    given_up.run(2, True, False, CACHE)
+    given_up = ForwardGraphs(torch.device("cuda"))
+    given_up.run(lambda size, *_: torch.ones(size, device="cuda"), 2, True, False, CACHE)
     held = [given_up]
     del given_up
 

@@ -1,4 +1,4 @@
-"""One captured CUDA graph for each size of decode batch. A forward is then one launch, whatever its number of kernels.
+"""One captured CUDA graph for each kind and size of forward, which is then one launch, whatever its number of kernels.
 
 Batches are padded to one of a few sizes (`padded_batch`) with idle rows. A graph contains the addresses of the KV cache
 with which it was captured. Freeing the cache for training therefore drops the graphs, and each size is captured again
@@ -32,7 +32,8 @@ STEP, LARGE_STEP, LARGE = 16, 32, 128
 DRAFT_SIZES = (*SMALL_SIZES, 16, 32, 48, 64, 96, 128, 192)  # fewer: these graphs come on top of the others
 LARGE_DRAFT_STEP = 128
 
-Decode = Callable[[int, bool, bool, KVCache, bool], Tensor]
+Forward = Callable[[int, bool, bool, KVCache], Tensor]
+"""A method: rows, whether some row draws, whether some row filters, and the cache."""
 
 
 def padded_batch(num_sequences: int, max_batch: int) -> int:
@@ -62,28 +63,28 @@ class _Captured(NamedTuple):
     output: Tensor
 
 
-class DecodeGraphs:
-    """Graphs of `decode(size, draws, filters, cache, drafts)`."""
+class ForwardGraphs:
+    """Graphs of forwards, each captured when it is first run."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.seconds = 0.0  # spent capturing, since the engine was built
-        self._decode = decode
         self._stream = torch.cuda.Stream()  # one for all captures: cuBLAS keeps a work space for every stream it met
-        self._captured: dict[tuple[int, bool, bool, bool], _Captured] = {}
+        self._captured: dict[tuple[Forward, int, bool, bool], _Captured] = {}
         self._cache: KVCache | None = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, size: int, draws: bool, filters: bool, cache: KVCache, drafts: bool = False) -> Tensor:
-        """Returns the result of `decode`. The next run overwrites it."""
+    def run(self, forward: Forward, size: int, draws: bool, filters: bool, cache: KVCache) -> Tensor:
+        """Returns the result of `forward`. The next run overwrites it."""
         if cache is not self._cache:
             self.forget()
             self._cache = cache
-        key = (size, draws, filters, drafts)
+        key = (forward, size, draws, filters)
         if key not in self._captured:
             # The first forward of a size runs kernel by kernel, which compiles and tunes the kernels. Only then is the
             # same work recorded.
             started = time.perf_counter()
-            output = self._decode(size, draws, filters, cache, drafts)
+            output = forward(size, draws, filters, cache)
             torch.cuda.synchronize()
             self._captured[key] = self._capture(key, cache)
             self.seconds += time.perf_counter() - started
@@ -97,14 +98,14 @@ class DecodeGraphs:
         self._cache = None
         self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs can't be captured into again
 
-    def _capture(self, key: tuple[int, bool, bool, bool], cache: KVCache) -> _Captured:
+    def _capture(self, key: tuple[Forward, int, bool, bool], cache: KVCache) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         # Not torch.cuda.graph, which collects garbage and empties the allocator first.
         with _garbage_kept(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = self._decode(*key[:3], cache, key[3])
+                output = key[0](*key[1:], cache)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
