@@ -40,7 +40,7 @@ class PromptRows:
 
     def size(self, position_T: np.ndarray) -> int | None:
         """The number of rows for tokens at these positions, idle ones included. None for more work than launching
-        kernel by kernel costs: rows read the keys of their chunk each anew."""
+        kernel by kernel costs: each row reads its keys alone."""
         if position_T.sum() + len(position_T) > MOST_KEYS:
             return None
         return next((size for size in PROMPT_SIZES if size >= len(position_T)), None)
