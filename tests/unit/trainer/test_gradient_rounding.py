@@ -82,21 +82,20 @@ def test_a_sum_without_rounding_updates_as_a_float32_sum(states: str) -> None:
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("count", "mode"), [(2, "local"), (4, "local"), (4, "sharded")])
-def test_workers_train_as_with_float32_sums_and_repeat_their_bits(count: int, mode: GradientMode) -> None:
-    """Two own all rows; of four workers two others own them again."""
-    given, unclipped = batches(6 - count, sft=True), OptimizerConfig(lr=LR, max_grad_norm=1e9)
+@pytest.mark.parametrize("mode", ["local", "sharded"])
+def test_two_workers_train_as_with_float32_sums_and_repeat_their_bits(mode: GradientMode) -> None:
+    given, unclipped = batches(4, sft=True), OptimizerConfig(lr=LR, max_grad_norm=1e9)
     alone = trained(ALONE, given, objective(name="sft"), optimizer=unclipped)
 
     def work(peers: Peers) -> Run:
         states = [step.before for step in alone.steps]
         return trained(peers, given, objective(name="sft"), states=states, optimizer=unclipped, gradients="bfloat16")
 
-    runs, again = (run_team(count, work, gradients=mode, owners=2) for _ in range(2))
+    runs, again = (run_team(2, work, gradients=mode) for _ in range(2))
     assert_equal_everywhere(runs)
     assert_equal_everywhere([runs[0], again[0]])
     for number, step in enumerate(alone.steps):
-        of_workers = [run.steps[number] for run in runs[:2]]
+        of_workers = [run.steps[number] for run in runs]
         gradients = joined(one.gradients for one in of_workers)
         assert all(gradient.dtype == torch.bfloat16 for gradient in gradients.values())
         exact, rounded = (torch.cat([one[name].flatten() for name in gradients]) for one in (step.gradients, gradients))
@@ -127,6 +126,26 @@ def test_the_sum_over_workers_has_no_bias() -> None:
     for own in run_team(2, lambda peers: summed(peers, [given[peers.share.rank]], torch.float32), gradients="local"):
         steps = (own.double() - 1.25) / step  # 4 with probability 0.025: its deviation is 0.62
         assert abs(float(steps.mean()) - 0.1) < 4 * 0.62 / steps.numel() ** 0.5
+
+
+@pytest.mark.parametrize("mode", ["local", "sharded"])
+def test_groups_of_owners_round_alike_and_count_an_error_once(mode: GradientMode) -> None:
+    given = micro_batches(4, 1.0)
+    exact = torch.stack([one.double() for one in given]).sum(0)
+
+    def work(peers: Peers) -> tuple[Tensor, float]:
+        weight, rounding = nn.Parameter(torch.zeros(512, 32).bfloat16()), GradientRounding(3, CPU)
+        sums = gradient_sums({"weight": weight}, cut_rows([weight.shape], peers.owners.count), peers, rounding)
+        sums.zero()
+        weight.backward(given[peers.share.rank].view(512, 32))
+        sums.end_micro_batch()
+        sums.finish()
+        rounding.end(exact.norm(), peers)
+        return sums.owned["weight"], rounding.take_metrics()["gradients/rounding_error"]
+
+    (first, error), (second, _), *others = run_team(4, work, gradients=mode, owners=2)
+    assert torch.equal(first, others[0][0]) and torch.equal(second, others[1][0])
+    assert relative(torch.cat([first, second]).view(SHAPE), exact) == pytest.approx(error, rel=0.1)
 
 
 def test_sharded_sums_have_the_same_bits_on_any_number_of_workers() -> None:

@@ -156,17 +156,15 @@ def test_sft_updates_as_one_worker_does_and_repeats_every_bit(
     assert_equal_everywhere([*runs, *again])
 
 
-def gradients_and_masters(step: Step) -> dict[str, Tensor]:
-    return step.gradients | {f"master {name}": one for name, one in step.masters.items()}
+def owned(step: Step) -> dict[str, Tensor]:
+    """Gradients, masters, and the moments before the step."""
+    moments = {name: one for name, one in step.before.optimizer.items() if one.dim()}
+    return step.gradients | {f"master after {name}": one for name, one in step.masters.items()} | moments
 
 
-def moments_before(step: Step) -> dict[str, Tensor]:
-    return {name: one for name, one in step.before.optimizer.items() if one.dim()}
-
-
-@pytest.mark.parametrize("gradients", ["local", "sharded"])
-def test_groups_of_owners_update_as_all_workers_do(gradients: GradientMode) -> None:
-    """A sum of two micro-batches has one order, here over both groups, so that all bits are equal."""
+def test_groups_of_owners_update_as_all_workers_do() -> None:
+    """A sum of two micro-batches has one order, here over both groups, so that all bits are equal. The norm adds
+    squares by owner."""
     given, unclipped = batches(2, sft=False), OptimizerConfig(lr=LR, max_grad_norm=1e9)
 
     def second_and_third(batch: PackedBatch, peers: Peers) -> PackedBatch:
@@ -176,15 +174,16 @@ def test_groups_of_owners_update_as_all_workers_do(gradients: GradientMode) -> N
     def work(peers: Peers) -> Run:
         return trained(peers, given, objective(name="grpo"), fp8=FP8, share=second_and_third, optimizer=unclipped)
 
-    whole, groups = (run_team(4, work, gradients=gradients, owners=owners) for owners in (4, 2))
-    assert_equal_everywhere([*whole, *groups])
-    for number in range(len(given)):
-        want, got = ([run.steps[number] for run in runs] for runs in (whole, groups))
-        for mine, theirs in zip(got, want, strict=True):
-            assert mine.update.logprobs is not None and theirs.update.logprobs is not None
-            assert torch.equal(mine.update.logprobs.trainer_N, theirs.update.logprobs.trainer_N)
-            assert mine.update.metrics["grad_norm"] == pytest.approx(theirs.update.metrics["grad_norm"], rel=NORM)
-        for owned in (gradients_and_masters, moments_before):
+    whole = run_team(4, work)
+    modes: tuple[GradientMode, ...] = ("local", "sharded")
+    for groups in (run_team(4, work, gradients=mode, owners=2) for mode in modes):
+        assert_equal_everywhere([*whole, *groups])
+        for number in range(len(given)):
+            want, got = ([run.steps[number] for run in runs] for runs in (whole, groups))
+            for mine, theirs in zip(got, want, strict=True):
+                assert mine.update.logprobs is not None and theirs.update.logprobs is not None
+                assert torch.equal(mine.update.logprobs.trainer_N, theirs.update.logprobs.trainer_N)
+                assert mine.update.metrics["grad_norm"] == pytest.approx(theirs.update.metrics["grad_norm"], rel=NORM)
             expected = joined(map(owned, want))
             for group in (got[:2], got[2:]):
                 found = joined(map(owned, group))
