@@ -44,8 +44,8 @@ def parse_yaml(text: str, source: str) -> Any:
     """Parse YAML into plain data: text, numbers, booleans, null, lists, and mappings with text keys.
 
     libyaml reads a recipe five times faster. What it refuses, and tabs and byte order marks, where it accepts more, are
-    for PyYAML's own parser, whose errors are the clearer ones. (libyaml also reads a few texts that PyYAML refuses, such
-    as `[a?b]`; of those that both read, the values are the same.)"""
+    for PyYAML's own parser, whose errors are the clearer ones. libyaml also reads a few texts that PyYAML refuses, such
+    as `[a?b]`; texts that both read have the same values."""
     if yaml.__with_libyaml__ and not {"\t", "\ufeff"} & set(text):
         with contextlib.suppress(yaml.YAMLError, UnicodeError, RecursionError):
             documents = _documents(text, yaml.CSafeLoader)
