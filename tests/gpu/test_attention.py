@@ -27,6 +27,14 @@ from tests.unit.kernels.attention_cases import CACHES, PagedCache, cu_seqlens_of
 pytestmark = pytest.mark.gpu
 
 SCALE = 0.09
+BOTH, ONE_SIDED = ([cache.values for cache in CACHES if (cache.values[1] == "both") == both] for both in (True, False))
+
+
+def crossed(*shapes, one_sided):
+    """Every shape with every cache whose K and V have one format, and `one_sided` shapes with the others too: kernels
+    are compiled for each of these, which takes most of the time."""
+    cases = [(*cache, *shape) for shape in shapes for cache in BOTH]
+    return cases + [(*cache, *shape) for shape in one_sided for cache in ONE_SIDED]
 
 
 def on_cpu(cached):
@@ -59,8 +67,10 @@ def test_kv_store_writes_the_reference_bytes(kv_mode, quantized, head_size, page
         assert torch.equal(replayed.k_TKD.cpu(), expected.k_TKD) and torch.equal(replayed.v_TKD.cpu(), expected.v_TKD)
 
 
-@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
-@pytest.mark.parametrize(("head_size", "page_size", "group"), [(32, 16, 2), (64, 128, 1), (128, 32, 8), (256, 128, 4)])
+@pytest.mark.parametrize(
+    ("kv_mode", "quantized", "head_size", "page_size", "group"),
+    crossed((32, 16, 2), (64, 128, 1), (128, 32, 8), (256, 128, 4), one_sided=[(32, 16, 2), (128, 32, 8)]),
+)
 def test_close_to_the_reference(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, 129, 300]
     q, k, v = random_qkv(lengths, 2, group, head_size, torch.bfloat16, device="cuda")
@@ -74,10 +84,12 @@ def test_close_to_the_reference(kv_mode, quantized, head_size, page_size, group)
     assert relative_error(out, want) < 1e-2
 
 
-@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
 @pytest.mark.parametrize(
-    ("head_size", "page_size", "group"),
-    [(64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2), (128, 128, 7), (256, 128, 2), (256, 16, 4)],
+    ("kv_mode", "quantized", "head_size", "page_size", "group"),
+    crossed(
+        *((64, 16, 4), (64, 128, 2), (128, 128, 4), (128, 16, 2), (128, 128, 7), (256, 128, 2), (256, 16, 4)),
+        one_sided=[(64, 16, 4), (128, 128, 7)],
+    ),
 )
 def test_packed_prefill_and_decode_have_equal_bits(kv_mode, quantized, head_size, page_size, group):
     lengths = [1, 127, 128, KV_CHUNK + 1, 1000, 4096]
@@ -173,8 +185,10 @@ def test_a_quantised_output_has_the_quantisers_bytes(kv_mode, quantized, longest
         assert got.codes[-1].view(torch.uint8).count_nonzero() == 0 and (got.scale[-1] == 1).all()
 
 
-@pytest.mark.parametrize(("kv_mode", "quantized"), CACHES)
-@pytest.mark.parametrize(("head_size", "group"), [(32, 2), (64, 1), (128, 4), (256, 2)])
+@pytest.mark.parametrize(
+    ("kv_mode", "quantized", "head_size", "group"),
+    crossed((32, 2), (64, 1), (128, 4), (256, 2), one_sided=[(64, 1), (128, 4)]),
+)
 def test_gradients(kv_mode, quantized, head_size, group):
     lengths = [1, 127, 129, 500]
     inputs = [

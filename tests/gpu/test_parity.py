@@ -83,7 +83,8 @@ def test_prefill_is_decode_and_decode_is_decode_in_any_company(sides: Sides) -> 
     prefilled = pages.filled([[(index, 0, len(sequence)) for index, sequence in enumerate(sequences)]])
     places = [(index, at) for index, s in enumerate(sequences) for at in draw.sample(range(len(s)), min(len(s), 40))]
     places = [(0, CONTEXT - 1), *draw.sample(places, len(places))]
-    for size in (1, 2, 7, 16, 33, 100, len(places)):
+    sizes = (1, 33) if sides.policy.mx else (1, 2, 7, 16, 33, 100, len(places))  # MXFP8 is emulated, by minutes
+    for size in sizes:
         pieces = [(index, at, at + 1) for index, at in places[:size]]
         for (index, at, _), ours in zip(pieces, pages.forward(pieces, idle=size % 3), strict=True):
             assert torch.equal(ours[0], prefilled[index][at]), f"one of {size}: sequence {index}, token {at}"
