@@ -25,7 +25,6 @@ SMALL: dict[str, Any] = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_group": 1, "topk_group": 1,
     "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "pad_token_id": 0,
 }  # fmt: skip
-NOT_COMPARED_ON_GPU = {"gpt_oss"}  # whole models; its kernels were
 
 
 class Known(NamedTuple):
@@ -77,8 +76,8 @@ def table() -> Iterator[str]:
     """Its lines."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as THEIRS  # takes a second
 
-    yield "| architecture | models | layers | FP8 cache | equal log-probs | remarks |"
-    yield "|---|---|---|---|---|---|"
+    yield "| architecture | models | layers | FP8 cache | remarks |"
+    yield "|---|---|---|---|---|"
     for family in FAMILIES.values():
         around = [f"{family.class_name}{OUTER_ENDING}"] if family.outer else []
         alone = [family.architecture] if family.architecture in THEIRS.values() else []
@@ -91,9 +90,8 @@ def _row(architectures: list[str], name: str, layers: str) -> str:
     spec = spec_from_config(SMALL | {"model_type": name})
     tensors = [tensor for block in spec.distinct_blocks for tensor in block.cached(spec)]
     cached = dict.fromkeys(tensor.name for tensor in tensors if tensor.never_fp8 is None)
-    where = "CPU" if spec.hf_config is not None or name in NOT_COMPARED_ON_GPU else "CPU, GPU"
     named, known = ", ".join(f"`{one}`" for one in architectures), KNOWN[name]
-    return f"| {' | '.join([named, known.models, layers, ', '.join(cached), where, known.remark])} |"
+    return f"| {' | '.join([named, known.models, layers, ', '.join(cached), known.remark])} |"
 
 
 def with_table(page: str) -> str:

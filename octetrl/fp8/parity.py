@@ -15,7 +15,7 @@ from octetrl.fp8.architectures import Capability, why_untested
 from octetrl.fp8.policy import PrecisionPolicy, Side
 
 Parity = Literal["promised", "measured"]
-PROVEN = (  # families whose parity with transformers' modules tests/parity/test_transformers.py shows, on a CPU
+PROVEN = (  # families of transformers' modules: tests/parity/test_transformers.py, tests/gpu/test_transformers.py
     "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm4", "granite", "olmo2", "olmo3",
     "seed_oss", "smollm3",
 )  # fmt: skip
@@ -43,8 +43,6 @@ def why_measured(
         return "cached pages are kept when the weights change (engine.prefix_cache: keep)"
     if policy.modules_of not in (None, *PROVEN):
         return f"no test compares both sides of transformers' {policy.modules_of} (docs/models.md)"
-    if on_gpu and policy.modules_of is not None:
-        return f"both sides of transformers' {policy.modules_of} were not compared on a GPU (docs/models.md)"
     return (why_untested(capability) or why_no_fixed_order(recipe, policy, "train")) if on_gpu else None
 
 
