@@ -35,7 +35,7 @@ ENV OCTETRL_COMMIT=$COMMIT
 # Caches of models and kernels; any user may write there, so `--user` works. Mount /cache to keep them.
 RUN useradd --create-home --uid 10001 octetrl && mkdir -p /cache /work && chmod 1777 /cache && chown octetrl /work
 ENV HF_HOME=/cache/huggingface TRITON_CACHE_DIR=/cache/triton HOME=/cache LOGNAME=octetrl
-USER octetrl
+USER 10001
 WORKDIR /work
 ENTRYPOINT ["octetrl"]
 CMD ["--help"]

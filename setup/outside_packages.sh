@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-names=("${@:-clients verifiers vllm openenv mini-swe-agent harbor docker}")
+names=("${@:-clients verifiers vllm templates openenv mini-swe-agent harbor docker}")
 export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
 status=0
 
@@ -55,6 +55,7 @@ group clients yes trackers,agents,lm-eval,serve \
 group verifiers yes verifiers "verifiers renderers textarena nltk uv" \
     "tests/unit/environments/test_verifiers_v1.py tests/unit/rollout/test_renderers.py"
 group vllm yes vllm-parsers "--no-deps $(sed -e '/^#/d' -e 's/==.*//' setup/outside/vllm.txt | paste -sd ' ')" tests/unit/rollout/test_vllm_parsers.py
+group templates yes templates "--no-deps trl litellm" tests/unit/rollout/test_real_templates.py
 group openenv yes openenv openenv tests/unit/environments/test_openenv.py
 group mini-swe-agent no mini-swe-agent mini-swe-agent tests/unit/agents/test_mini_swe_agent.py
 base=

@@ -25,6 +25,7 @@ NEEDS = {
     "another-user": "root, and an interpreter and a tree that another user can read: sandboxes without root's rights",
     "serve": "the packages of `octetrl serve` and the official client",
     "verifiers": "verifiers 0.4 or later: setup/outside_packages.sh runs its tests",
+    "templates": "TRL's chat templates and litellm's tokenizers: setup/outside_packages.sh runs their tests",
     "vllm-parsers": "vLLM's parsers of tool calls and litellm: setup/outside_packages.sh runs their tests",
     "openenv": "openenv and websockets: setup/outside_packages.sh runs their tests",
     "lm-eval": "lm-eval, the judge of the server: setup/outside_packages.sh runs its tests",

@@ -22,6 +22,7 @@ from octetrl.cli.check_files import content_problems, environment_lines, file_pr
 from octetrl.cli.check_machine import (
     PLANNED,
     Device,
+    architecture_named,
     backend_lines,
     backend_problems_here,
     find_device,
@@ -76,6 +77,14 @@ MemoryGib = Annotated[
     float | None,
     typer.Option("--memory-gib", help="Plan for a GPU with this much memory; 0.001 to 1,000,000.", show_default=False),
 ]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="ARCHITECTURE",
+        help="Say which kernels a GPU of this architecture runs: sm_80, sm_89, sm_90, sm_100 or sm_120.",
+    ),
+]
 Sample = Annotated[
     int | None,
     typer.Option(
@@ -94,6 +103,7 @@ def check(
     recipe: RecipePath,
     overrides: Overrides = None,
     memory_gib: MemoryGib = None,
+    gpu: Gpu = None,
     sample: Sample = None,
     evaluates: Evaluates = False,
 ) -> None:
@@ -104,13 +114,14 @@ def check(
         )
     overrides = overrides or []
     if evaluates:
-        _check_server(recipe, overrides, only=memory_gib is None and sample is None)
+        _check_server(recipe, overrides, only=memory_gib is None and gpu is None and sample is None)
         return
+    capability = None if gpu is None else architecture_named(gpu)
     resolved = load_recipe(recipe, overrides)
     search_beside(recipe)
     resolved, model_problem = _with_model(resolved)
-    if sample and memory_gib is not None and resolved.algorithm.learns_from == "rollouts":
-        raise UserError("--sample: it draws answers on this machine; leave --memory-gib out")
+    if sample and (memory_gib or capability) and resolved.algorithm.learns_from == "rollouts":
+        raise UserError("--sample: it draws answers on this machine; leave --memory-gib and --gpu out")
     problems: list[str] = []
     if model_problem is not None:
         problems.append(model_problem)
@@ -123,7 +134,7 @@ def check(
     with tokenizer or nullcontext():
         problems += [] if wrong_files is None else [wrong_files]
         problems += file_problems(resolved, spec)
-        device = find_device(resolved, memory_gib)
+        device = find_device(resolved, memory_gib, capability)
         problems += [*missing_gpu(resolved, device), *missing_fp8(resolved, device)]
         if device.is_here:
             problems += [*worker_problems(resolved.cluster), *backend_problems_here(resolved, device, PLANNED)]

@@ -19,8 +19,9 @@ from octetrl.config.cluster import whole_weights_problem
 from octetrl.config.in_words import describe_roles
 from octetrl.config.objective_settings import CorrectionSettings, DatasetSettings
 from octetrl.config.schema import Recipe
-from octetrl.fp8.architectures import Capability, architecture_of
+from octetrl.fp8.architectures import ARCHITECTURES, Capability, architecture_of, kernel_choices
 from octetrl.fp8.policy import PrecisionPolicy, Side
+from octetrl.system.errors import UserError
 
 GIB = 2**30
 SIDES: tuple[Side, ...] = ("rollout", "train")
@@ -39,10 +40,13 @@ class Device:
     capability: Capability | None = None  # compute capability of a GPU; None: not known
 
 
-def find_device(recipe: Recipe, memory_gib: float | None) -> Device:
+def find_device(recipe: Recipe, memory_gib: float | None, capability: Capability | None = None) -> Device:
     """The device the recipe would run on here, or the one it is planned for."""
-    if memory_gib is not None:
-        return Device(f"a GPU with {memory_gib:g} GiB", True, int(memory_gib * GIB), is_here=False)
+    if memory_gib is not None or capability is not None:
+        of_it = "a GPU" if capability is None else f"a GPU of {architecture_of(capability).name}"
+        name = of_it if memory_gib is None else f"{of_it} with {memory_gib:g} GiB"
+        num_bytes = None if memory_gib is None else int(memory_gib * GIB)
+        return Device(name, True, num_bytes, is_here=False, capability=capability)
     if recipe.cluster.device != "cpu" and not recipe.cluster.on_cpus:
         found = _first_gpu()
         if found is not None:
@@ -71,11 +75,11 @@ def _needs_gpu(recipe: Recipe) -> bool:
 
 
 def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
-    """The problem of a recipe with FP8 on a GPU of this machine: linears for which it has no GEMMs, or a cache of vLLM
-    whose attention may keep old scales."""
+    """The problem of a recipe with FP8 on a GPU of this machine, or of a known architecture: linears for which it has
+    no GEMMs, or a cache of vLLM whose attention may keep old scales."""
     cluster, fp8 = recipe.cluster, recipe.fp8
-    elsewhere = cluster.uses_ray and not cluster.starts_ray
-    if not (device.is_here and device.on_gpu) or elsewhere or device.capability in (None, HOPPER):
+    elsewhere = device.is_here and cluster.uses_ray and not cluster.starts_ray
+    if not device.on_gpu or elsewhere or device.capability in (None, HOPPER):
         return []
     of_vllm, products = recipe.engine.backend == "vllm", architecture_of(device.capability).fp8
     if not (fp8.rollout or fp8.train) or fp8.is_emulated is True:
@@ -105,17 +109,26 @@ def spelled(capability: Capability | None) -> str:
     return "unknown" if capability is None else "{}.{}".format(*capability)
 
 
+def architecture_named(name: str) -> Capability:
+    """The compute capability of an architecture as `--gpu` takes it. Raises UserError."""
+    found = {known.name: capability for capability, known in ARCHITECTURES.items()}
+    if name not in found:
+        raise UserError(f"--gpu: '{name}' is not in the table of architectures; give one of {', '.join(found)}")
+    return found[name]
+
+
 def kernel_lines(policy: PrecisionPolicy, device: Device) -> Iterator[tuple[str, str]]:
-    """Which kernels this GPU runs, if it is not the one that they are tested and timed on."""
-    if not (device.is_here and device.on_gpu) or device.capability is None:
+    """Which kernels a GPU runs, if it is planned for or not the one that they are tested and timed on."""
+    if not device.on_gpu or device.capability is None:
         return
     found = architecture_of(device.capability)
-    if found.was_run:
+    if found.was_run and device.is_here:
         return
-    has_products = (found.mx if policy.mx else found.fp8) is not None
-    emulated = any(policy.uses_fp8(side) for side in SIDES) and not has_products
-    products = "; FP8 products are emulated" if emulated else ""
-    yield "kernels", f"{found.name}: plain Triton{products}. None of them was ever run or timed there"
+    yield "kernels", f"{found.name}: {found.state}"
+    uses_fp8 = any(policy.uses_fp8(side) for side in SIDES)
+    for operation, choice in kernel_choices(found, mx=policy.mx).items():
+        if uses_fp8 or "FP8" not in operation:
+            yield "", f"{operation}: {choice}"
 
 
 def _first_gpu() -> Device | None:

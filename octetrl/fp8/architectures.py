@@ -23,21 +23,29 @@ Capability = tuple[int, int]  # compute capability: (9, 0)
 
 class Architecture(NamedTuple):
     """fp8, mx: the backends of its FP8 and MXFP8 products (fp8/backends.py); None: they are emulated. gluon: whether
-    Gluon's kernels run. was_run: whether its bits are tested."""
+    Gluon's kernels run. compiles: whether all kernels were compiled for it. was_run: whether its bits are tested."""
 
     name: str
     fp8: Products | None = None
     mx: MxProducts | None = None
     gluon: bool = False
+    compiles: bool = False
     was_run: bool = False
+
+    @property
+    def state(self) -> str:
+        """What is known of its kernels."""
+        if self.was_run:
+            return "run and timed"
+        return "compiles, never run or timed" if self.compiles else "never compiled, run or timed"
 
 
 OTHER = Architecture("an architecture that is not in the table")
 ARCHITECTURES = {
     (8, 0): Architecture("sm_80"),
     (8, 9): Architecture("sm_89"),
-    (9, 0): Architecture("sm_90", fp8="scaled_mm", gluon=True, was_run=True),
-    (10, 0): Architecture("sm_100", fp8="triton", mx="dot_scaled"),
+    (9, 0): Architecture("sm_90", fp8="scaled_mm", gluon=True, compiles=True, was_run=True),
+    (10, 0): Architecture("sm_100", fp8="triton", mx="dot_scaled", compiles=True),
     (12, 0): Architecture("sm_120"),
 }
 
@@ -46,6 +54,20 @@ def architecture_of(capability: Capability) -> Architecture:
     """By compute capability: that of its generation, with the highest number that is not above it."""
     same = [known for known in ARCHITECTURES if known[0] == capability[0] and known <= capability]
     return ARCHITECTURES[max(same)] if same else OTHER
+
+
+def kernel_choices(architecture: Architecture, *, mx: bool = False) -> dict[str, str]:
+    """What runs each kind of operation. mx: FP8 products are MXFP8's."""
+    plain = "Gluon and plain Triton" if architecture.gluon else "plain Triton"
+    products = {"scaled_mm": "cuBLASLt, Gluon and plain Triton", None: "emulated"}
+    return {
+        "MXFP8 products" if mx else "FP8 products": products.get(
+            architecture.mx if mx else architecture.fp8, "plain Triton"
+        ),
+        "BF16 products": f"cuBLAS, {plain}",
+        "attention, experts": plain,
+        "everything else": "plain Triton",
+    }
 
 
 def why_untested(capability: Capability | None) -> str | None:

@@ -38,6 +38,7 @@ from octetrl.rollout.message_tokens import (
     PLACEHOLDER,
     Template,
     TokenizedMessages,
+    end_of_turn,
     opened_thoughts,
     tokenize_messages,
     without_opening,
@@ -50,6 +51,7 @@ class ChatTokenizer(Protocol):
     """The interface that is needed of a tokenizer; transformers' tokenizers have it."""
 
     chat_template: Any
+    eos_token: Any
     eos_token_id: Any
 
     all_special_tokens: Any
@@ -264,13 +266,11 @@ class ChatTokens:
         return [text for text in (*self._tokenizer.all_special_tokens, *ends) if text]
 
     def _end_of_turn(self, after: str, last: int) -> int:
-        """Number of characters that end an answer: blanks, if any, and a special token. 0: there is no special token,
-        or it opens the next turn and is not the `last` token of the answer."""
-        blanks = len(after) - len(after.lstrip())
-        special = max((one for one in self._specials if after.startswith(one, blanks)), key=len, default="")
-        if not special or (self._opens_turns and special not in self._tokenizer.convert_ids_to_tokens([last])):
-            return 0
-        return blanks + len(special)
+        """Number of characters that end an answer whose `last` token ended it. 0: there is no special token, or it
+        opens the next turn and is not the last token of the answer."""
+        (said,) = self._tokenizer.convert_ids_to_tokens([last])
+        end = end_of_turn(after, self._specials, said)
+        return 0 if self._opens_turns and (said is None or not after[:end].endswith(said)) else end
 
     @cached_property
     def _opens_turns(self) -> bool:

@@ -5,7 +5,8 @@ trained span of each assistant message goes
 
     from   where the template opens the answer        (found by rendering the messages before it, with generation
     prompt)
-    to     the end of its turn: the first special token after the content, if only blanks come between
+    to     the end of its turn: the first special token after the content, if only blanks come between; where EOS
+           follows it at once (Cohere 2), EOS
 
 The policy thus learns the same answers as in a rollout, and to stop. A template may end turns with the special token
 that opens the next one (GLM), and then a last answer gets that of the user's. One that ends them without a special
@@ -47,6 +48,7 @@ class OffsetTokenizer(Protocol):
     """The interface that is needed of a tokenizer; transformers' fast tokenizers have it."""
 
     chat_template: Any
+    eos_token: Any
     all_special_tokens: Any
 
     def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any: ...
@@ -102,6 +104,18 @@ def without_opening(answer: str, opening: str) -> str:
     if not tag or not begun.startswith(tag):
         return answer
     return begun.removeprefix(tag).removeprefix(opening[len(opening.rstrip()) :])
+
+
+def end_of_turn(after: str, specials: Sequence[str], end: str | None) -> int:
+    """Number of characters that end an answer: blanks and a special token, or several without blanks between them up to
+    `end`, if it is one of them. 0: no special token comes first."""
+    first, position = 0, len(after) - len(after.lstrip())
+    while special := max((one for one in specials if after.startswith(one, position)), key=len, default=""):
+        position += len(special)
+        first = first or position
+        if special == end:
+            return position
+    return first
 
 
 class Template:
@@ -247,11 +261,9 @@ class Template:
         )
 
     def _turn_end(self, after: str) -> int:
-        """Number of characters that end the turn: blanks, if any, and a special token."""
-        blanks = len(after) - len(after.lstrip())
-        for special in sorted(self._tokenizer.all_special_tokens, key=len, reverse=True):
-            if after.startswith(special, blanks):
-                return blanks + len(special)
+        """Number of characters that end the turn."""
+        if end := end_of_turn(after, self._tokenizer.all_special_tokens, self._tokenizer.eos_token):
+            return end
         raise UserError(
             f"tokenizer: its chat template ends an answer with {after[:20]!r}, not with a special token, so no answer"
             f" would end; let the template write eos_token there, or declare what it writes a special token"

@@ -101,7 +101,7 @@ def test_the_image_copies_files_that_exist_and_runs_the_program_without_rights_o
     copied = [path for line in instructions("COPY") for path in line.split()[:-1]]
     kept = {line[1:] for line in (REPO / ".dockerignore").read_text(encoding="utf-8").split() if line[0] == "!"}
     assert copied and all((REPO / path).exists() for path in copied) and set(copied) <= kept
-    assert instructions("USER") == ["octetrl"] and instructions("ENTRYPOINT") == ['["octetrl"]']
+    assert instructions("USER") == ["10001"] and instructions("ENTRYPOINT") == ['["octetrl"]']
     assert "octetrl" in PROJECT["scripts"]
     (extras,) = re.findall(r"ARG EXTRAS=(\S+)", DOCKERFILE)
     assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()

@@ -23,6 +23,7 @@ class CharacterTokenizer:
     """The tokenizer of `ChatTokens` and `Admission` for messages as text."""
 
     chat_template: Any = "messages"
+    eos_token = None
     eos_token_id = VOCABULARY - 1
     all_special_tokens: Sequence[str] = ()
 

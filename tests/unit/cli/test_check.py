@@ -209,6 +209,19 @@ def test_latent_attention_is_shown_and_its_sizes_refused_for_a_gpu(folder: Path,
     assert code == 2 and "qk_nope_head_dim 32" in err and "does not run on a GPU" in err
 
 
+def test_it_says_what_another_architecture_runs(folder: Path, check: Check) -> None:
+    code, out, _ = check("--gpu", "sm_100", "--memory-gib", "80")
+    assert code == 0 and "kernels sm_100: compiles, never run or timed" in out
+    assert "FP8 products: plain Triton BF16 products: cuBLAS, plain Triton attention, experts: plain Triton" in out
+    code, out, _ = check("--gpu", "sm_90")
+    assert code == 0 and "sm_90: run and timed FP8 products: cuBLASLt, Gluon and plain Triton" in out
+    code, out, err = check("--gpu", "sm_80", "precision=fp8")
+    assert code == 2 and "FP8 products: emulated" in out and "compute capability 8.0" in err
+    code, out, _ = check("--gpu", "sm_120", "precision=bf16")
+    assert code == 0 and "never compiled" in out and "FP8 products" not in out
+    assert check("--gpu", "sm_70")[0] == 2
+
+
 TALKS = """
 from octetrl.environments.tools.definition import tool
 from octetrl.environments.turns import reward
@@ -379,6 +392,28 @@ def test_memory_before_the_model_is_downloaded(
             text[text.index("  parameters") : text.index("rehearsal")] for text in (out, capsys.readouterr().out)
         ]
         assert sections[0] == sections[1] and f"not there; the shape of the preset {assumed} is assumed" in out
+
+
+PUBLISHED = {  # recipes of models that a method is known for, and where their weights are expected
+    "llama-3.1-8b": "Llama-3.1-8B-Instruct",
+    "moonlight-16b-a3b": "Moonlight-16B-A3B-Instruct",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-8b-base": "Qwen3-8B-Base",
+}
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipes_of_published_models_have_no_problem(name: str, gpus: int, rehearsed: Path, check: Check) -> None:
+    """With the published shape, a small tokenizer and random weights, on GPUs of 141 GB."""
+    folder = rehearsed / "models" / PUBLISHED[name]
+    shutil.copytree(rehearsed / "model", folder)
+    (folder / "config.json").write_text(json.dumps(preset_config(name.removesuffix("-base"))))
+    (rehearsed / "data").mkdir()
+    rows = (json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(600))
+    (rehearsed / "data/math_problems.jsonl").write_text("\n".join(rows))
+    recipe = f"grpo_math_{name}_{gpus}gpu_fp8-full"
+    assert run_command(["check", recipe, "--memory-gib", "131", "model.init=random"]) == 0
 
 
 OF_WEIGHTS = """

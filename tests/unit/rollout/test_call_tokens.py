@@ -67,12 +67,16 @@ def chat_of(family: str) -> ChatTokens:
     return ChatTokens(tokenizer, tools=[SCHEMA], tool_format=find_format(tokenizer))
 
 
-def rendered(family: str, messages: list[dict[str, Any]], opens: bool) -> str:
-    """As transformers renders it; arguments as text for a template that takes no others."""
+def template_ids(family: str, messages: list[dict[str, Any]], opens: bool) -> list[int]:
+    """As transformers renders and tokenizes it; arguments as text for a template that takes no others."""
     tokenizer = call_tokenizer(family)
     if family == "deepseek-v3":
         messages = [{**m, "tool_calls": [as_text(call) for call in m.get("tool_calls", [])]} for m in messages]
-    return str(tokenizer.apply_chat_template(messages, [SCHEMA], tokenize=False, add_generation_prompt=opens))
+    return list(tokenizer.apply_chat_template(messages, [SCHEMA], add_generation_prompt=opens, return_dict=False))
+
+
+def rendered(family: str, messages: list[dict[str, Any]], opens: bool) -> str:
+    return str(call_tokenizer(family).decode(template_ids(family, messages, opens)))
 
 
 def as_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +93,8 @@ def test_calls_are_read_and_results_follow_as_the_template_writes_them(family: s
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": to_message_calls(calls)}]
     results = [tool_message(call, str(15 + n)) for n, call in enumerate(calls)]
     prompt = list(chat.prompt_tokens("7 + 8 ="))
-    opened = rendered(family, [USER], True)
-    assert tokenizer.decode(prompt) == opened
+    assert prompt == template_ids(family, [USER], True)
+    opened = tokenizer.decode(prompt)
     said = rendered(family, messages, False).removeprefix(opened)
     end = CALL_FAMILIES[family].end or CALL_FAMILIES[family].eos
     answer = said[: said.index(end) + len(end)] if end in said else said + end  # GLM's end opens the next turn
@@ -101,10 +105,10 @@ def test_calls_are_read_and_results_follow_as_the_template_writes_them(family: s
     parsed = form.parse(completion.text, [SCHEMA])
     assert (parsed.content, parsed.calls) == ("", calls)
     replies = chat.reply_tokens([Reply("tool", result["content"]) for result in results], tokens, parsed.calls)
-    whole = rendered(family, [*messages, *results], True)
-    assert tokenizer.decode([*prompt, *tokens, *replies]) == whole
+    whole = template_ids(family, [*messages, *results], True)
+    assert [*prompt, *tokens, *replies] == whole
     cut = chat.reply_tokens([Reply("tool", result["content"]) for result in results], tokens[:-1], parsed.calls)
-    assert tokenizer.decode([*prompt, *tokens[:-1], *cut]) == whole  # ended by a stop string
+    assert [*prompt, *tokens[:-1], *cut] == whole  # ended by a stop string
 
 
 def to_message_calls(calls: tuple[ToolCall, ...]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octetrl.backends.openai.text import CharacterTokenizer, asked_of
+from octetrl.records import Reply
 from octetrl.rollout.chat_tokens import ChatTokens
 from octetrl.run.tiny_model import ASSISTANT, CHAT_TEMPLATE, END, train_tokenizer
 from octetrl.system.errors import UserError
@@ -115,6 +116,18 @@ def test_the_longest_special_token_ends_a_turn(tokenizer: Any) -> None:
     longer.add_special_tokens({"additional_special_tokens": [END + "!"]})
     longer.chat_template = TRIMS.replace(END, END + "!")
     assert spoken(longer, ChatTokens(longer).message_tokens(conversation("a", "b"))[0]) == [f" b {END}!"]
+
+
+def test_a_turn_ends_with_eos_after_another_special_token(tokenizer: Any) -> None:
+    """As Cohere 2's. A reply follows the one that was sampled last."""
+    two = deepcopy(tokenizer)
+    two.add_special_tokens({"additional_special_tokens": ["<|end-of-text|>"]})
+    two.chat_template = TRIMS.replace(END, "<|end-of-text|>" + END)
+    chat = ChatTokens(two)
+    assert spoken(two, chat.message_tokens(conversation("a", "b"))[0]) == [f" b <|end-of-text|>{END}"]
+    for sampled in ([END], ["<|end-of-text|>", END]):
+        said = two.convert_tokens_to_ids(sampled)
+        assert two.decode(chat.reply_tokens([Reply("user", "c")], said)) == "[INST] c [/INST]"
 
 
 def test_a_token_across_a_border_is_not_trained_on_and_counted() -> None:
