@@ -91,7 +91,7 @@ def missing_fp8(recipe: Recipe, device: Device) -> list[str]:
         return []
     emulate = ", or fp8.emulate=true for its numbers without its speed" if of_ours else ""
     return [
-        f"fp8: {device.name} has no block-scaled FP8 GEMM (compute capability {spelled(device.capability)}, and a"
+        f"fp8: {device.name}, has no block-scaled FP8 GEMM (compute capability {spelled(device.capability)}, and a"
         f" Hopper GPU has {spelled(HOPPER)}); use precision=bf16{emulate}"
     ]
 
