@@ -10,10 +10,9 @@ string, or exactly `tokens` tokens.
 
 `plain` is a step of as many answers without conversations, all of which the engine knows from its start. `whole` is a
 step of fewer answers, each as long as all answers of an agent together, so that their contexts are as long. `share` and
-`share_of_whole` are the agents' tokens per second over theirs. All come after steps that are not counted, which compile
-kernels.
-The steps with agents are measured after about 100 rollouts and at the end: memory of the process, threads, open files,
-and keys that are still open.
+`share_of_whole` are the agents' tokens per second over theirs. `plain` and the agents come after a step that is not
+counted, which compiles kernels. The steps with agents are measured after about 100 rollouts and at the end: memory of
+the process, threads, open files, and keys that are still open.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def main() -> None:
         plain = Slow(asked.agents * asked.calls, 1, 0.0, 0.0)
         calibrate(run, plain.tasks, run.config.model.context_length)
         steps = [(plain, 1), (plain, 1)]  # the first builds pages and kernels
-        if exact:  # else the answers end where they like
+        if exact and asked.calls > 1:  # else the answers end where they like
             steps += [(Slow(asked.batch, 1, 0.0, 0.0), asked.calls)]
         answers: dict[int, dict[str, float]] = {}  # by how many times as long
         for step, (environment, longer) in enumerate(steps):
@@ -183,7 +182,7 @@ def main() -> None:
         agents = Asking(asked.agents * asked.waves, asked.calls, (low, high))
         counted = with_agents(run, agents, asked.agents, asked.rollouts, asked.calls, exact)
         run.close()
-    names = {1: "plain", asked.calls: "whole"}
+    names = {asked.calls: "whole", 1: "plain"}
     rows: list[dict[str, object]] = [
         {**common, "workload": f"{names[longer]}, room for {asked.batch}", **row} for longer, row in answers.items()
     ]

@@ -77,8 +77,6 @@ class AgentServer:
         wake: Any,
     ) -> None:
         connection_limit(_MOST_REQUESTS)
-        self._switched = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
         logging.getLogger("asyncio").addFilter(OncePerMinute())  # it logs each connection that finds no descriptor
         own = deepcopy(tokenizer)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -119,6 +117,8 @@ class AgentServer:
         self._server = uvicorn.Server(config)
         logging.getLogger("uvicorn.error").addFilter(is_no_cancellation)
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._switched = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self._thread.start()
 
     def close(self) -> None:

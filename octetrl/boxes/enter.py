@@ -28,9 +28,7 @@ def main(order: dict[str, Any]) -> None:
         enter_namespaces(order["namespaces"], "user", "net")
         _listen(order["port"], order["socket"])
         return
-    enter_namespaces(
-        order["namespaces"], "user", "pid"
-    )  # the user namespace first: it gives the right to enter the others
+    enter_namespaces(order["namespaces"], "user", "pid")  # "user" first: it gives the right to enter the others
     child = os.fork()  # the first process inside the process namespace
     if child:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -2,8 +2,8 @@
 
 A decode forward reads and writes the batch's rows on the device, sampling included, so forwards follow one another
 without the host. On a GPU each batch size is one captured graph (forward_graphs.py). `launch` returns before the device
-is done, with a `Results` that can be read later.
-A prefill forward takes chunks of prompts and only writes their K and V, a few short ones by a graph (prompt_rows.py).
+is done, with a `Results` that can be read later. A prefill forward takes chunks of prompts and only writes their K and
+V, a few short ones by a graph (prompt_rows.py).
 
 **Batch rows.** The state of each place in the batch, on the device:
 

@@ -22,7 +22,6 @@ from octetrl.layers.context import PagedContext
 PROMPT_SIZES = (64, 128, 256, 512)
 MOST_KEYS = 1 << 18  # that the rows of a forward may read, added up
 
-
 Forward = Callable[[Tensor, Tensor, PagedContext], Tensor]
 
 
