@@ -68,6 +68,7 @@ _END = re.compile(r"[.!?](?=\s|$)|;\s|,\s+(?!and\b|or\b)(?=[^\W\d_]{2})")  # the
 Result = TypeVar("Result")
 _FORMULAS_PER_PROCESS = 300
 _MEMORY = 2 << 30  # bytes that an answer may take
+_AGAIN = 0.05  # seconds of processor time from one signal to the next, as libraries may catch the first exception
 _EMPTY_CELLS = ("", "nan", "null", "<na>")
 _OPTION = re.compile(
     r"(?i:(?:the )?(?:correct |right )?(?:option|choice|answer)(?: is)?:?)?\s*\(?([A-J]|[a-j])\)?"
@@ -283,21 +284,22 @@ def _limits(cpu_seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(signal.SIGVTALRM, _stop)
+    handler = signal.signal(signal.SIGPROF, _stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         finite = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([used + _MEMORY, *finite]), hard))
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds, _AGAIN)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)  # the signal may have come just before the line above
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, handler)
+        signal.signal(signal.SIGPROF, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,25 @@ def test_an_answer_that_takes_hours_is_wrong_and_no_rollout_is_lost() -> None:
     ]
     assert workers.restarts == 0
     assert found[0].detail is not None and found[len(HARD)].detail is None
+
+
+def test_a_library_that_catches_the_limit_meets_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mpmath does, with a bare `except`: what follows would take hours."""
+
+    def read(answer: str) -> None:
+        with suppress(BaseException):
+            spin()
+        spin()
+
+    def spin() -> None:
+        end = time.process_time() + 20.0
+        while time.process_time() < end:
+            pass
+
+    monkeypatch.setattr(math_answers, "_read", read)
+    began = time.process_time()
+    assert score("7", "\\boxed{8}", cpu_seconds=0.1) == 0.0
+    assert time.process_time() - began < 10.0
 
 
 def test_a_hard_reference_equals_itself() -> None:
