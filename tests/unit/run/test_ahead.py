@@ -32,6 +32,7 @@ from octetrl.telemetry.rollouts import RolloutFiles
 from octetrl.telemetry.sinks import Sinks
 from octetrl.workers.hosted_session import _Adopt
 from octetrl.workers.transfer import _beside, weight_tensors
+from tests.e2e.test_agents import agents
 from tests.e2e.test_evaluation import DRAWING
 from tests.e2e.test_turns import TALK
 from tests.e2e.tiny_run import make_model
@@ -304,19 +305,19 @@ def steps_in_flight(
 @pytest.mark.parametrize(
     ("how", "precision"), [("recompute_cache", "fp8"), ("recompute_cache", "fp8_full"), ("keep_cache", "bf16")]
 )
-@pytest.mark.parametrize("talks", [False, True], ids=["answers", "conversations"])
+@pytest.mark.parametrize("kind", [{}, TALK, agents("Caller")], ids=["answers", "conversations", "agents"])
 def test_weights_in_flight_reach_half_an_answer(
-    how: str, precision: str, talks: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, precision: str, kind: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later turn of a conversation arrives by the clock, so two runs may differ in their tokens of old weights."""
-    changes = {"precision": precision, "steps": 3, **(TALK if talks else {})}
+    changes = {**kind, "precision": precision, "steps": 3}
     drawn, lines = steps_in_flight(how, "double", model, tmp_path / "double", monkeypatch, changes)
     assert_each_token_has_its_version(how, drawn, lines, tmp_path / "double")
     if precision == "fp8_full":
         in_place = steps_in_flight("keep_cache", "single", model, tmp_path / "single", monkeypatch, changes)
         assert_each_token_has_its_version("recompute_cache", *in_place, tmp_path / "single")
         message = "in place, after the same forwards; a calibrated cache cannot be kept"
-        assert talks or in_place == (drawn, lines), message
+        assert kind or in_place == (drawn, lines), message
 
 
 def assert_each_token_has_its_version(
@@ -341,4 +342,4 @@ def assert_each_token_has_its_version(
         assert explained("mismatch/age_1/gen_kl") and explained("time/publish_pause")
         rows = [json.loads(row) for row in (folder / "rollouts" / f"step_{step:06}.jsonl").read_text().splitlines()]
         begins = [row["policy_versions"] for row in rows if "policy_versions" in row]
-        assert begins and all([version for _, version in one] == [step - 2, step - 1] for one in begins)
+        assert begins and all({version for _, version in one} == {step - 2, step - 1} for one in begins)
