@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 shift
-names=("${@:-clients verifiers vllm templates openenv mini-swe-agent harbor docker}")
+names=("${@:-clients verifiers vllm templates openenv mini-swe-agent stores harbor docker}")
 export HF_HUB_OFFLINE=1 HF_HOME="$PWD/build/outside/cache"
 status=0
 
@@ -58,6 +58,7 @@ group vllm yes vllm-parsers "--no-deps $(sed -e '/^#/d' -e 's/==.*//' setup/outs
 group templates yes templates "--no-deps trl litellm" tests/unit/rollout/test_real_templates.py
 group openenv yes openenv openenv tests/unit/environments/test_openenv.py
 group mini-swe-agent no mini-swe-agent mini-swe-agent tests/unit/agents/test_mini_swe_agent.py
+group stores yes s3 "s3fs moto[server]" tests/unit/run/test_store.py
 base=
 for candidate in python3.12 "$HOME"/.pyenv/versions/3.12.*/bin/python; do
     if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then base=$candidate; fi

@@ -32,6 +32,7 @@ NEEDS = {
     "agents": "Anthropic's client and the OpenAI Agents SDK: setup/outside_packages.sh runs their tests",
     "mini-swe-agent": "mini-swe-agent: setup/outside_packages.sh runs its test",
     "harbor": "Harbor, on Python 3.12 or later: setup/outside_packages.sh runs its test",
+    "s3": "s3fs and moto, a server of S3: setup/outside_packages.sh runs their tests",
     "trackers": "wandb, mlflow, trackio, swanlab: setup/outside_packages.sh runs their tests",
     "ray": "Ray: runs on several workers",
     "real-model": "a pretrained model's folder, which setup/smollm2.sh makes",

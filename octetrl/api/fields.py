@@ -78,8 +78,10 @@ class CheckpointFields(TypedDict, total=False):
     every: int
     keep_last: int
     keep_best: int
+    keep_every: int
     best_metric: str
     batches_ahead: Literal["drawn_again", "saved"]
+    store: str | None
 
 
 class ClusterFields(TypedDict, total=False):

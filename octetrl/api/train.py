@@ -38,8 +38,10 @@ from octetrl.environments.tasks import HasTasks, TaskEnvironment
 from octetrl.environments.trl_rewards import TrlReward, has_trl_form
 from octetrl.records import Task
 from octetrl.run.folder.layout import RECIPE_FILE
-from octetrl.run.recipe_files import Resume, has_run, refuse_early
+from octetrl.run.recipe_files import Resume, refuse_early, will_resume
+from octetrl.run.store import fetch_recipe
 from octetrl.system.errors import UserError, type_of
+from octetrl.system.names import is_url
 from octetrl.telemetry.ending import given_callbacks, module_folders
 
 if TYPE_CHECKING:
@@ -138,7 +140,7 @@ def train(
         fields["output_dir"] = str(_free_folder(fields))
     resolved = _recipe(recipe, fields)
     folder = Path(resolved.output_dir)
-    if resume is True or (resume == "auto" and has_run(folder)):
+    if will_resume(resolved, resume):
         _refuse_not_given_again(resolved, given, [] if callbacks is not None else given_callbacks(folder))
     for name, one in alone(resolved).items():
         dataset = one.environment.dataset
@@ -165,7 +167,8 @@ def resume(
     allow: Collection[str] = (),
     **changes: Unpack[ChangedFields],
 ) -> FinishedRun:
-    """Continue the run in `folder` from its last checkpoint, with the recipe that it began with.
+    """Continue the run in `folder` from its last checkpoint, with the recipe that it began with. `folder` may be the
+    URL of a stored run (checkpoint.store), which is fetched into the output_dir of its recipe.
 
     tasks, eval_tasks, reward, callbacks: what `train` was given as Python objects, which no folder holds;
     callbacks=[] goes on without them. What is named as "module:name", or lies in a file, is found again.
@@ -177,6 +180,9 @@ def resume(
     Example:
         resume("runs/sums", reward=right, steps=400)
     """
+    if is_url(folder):
+        changes = {**changes, "checkpoint": {**changes.get("checkpoint", {}), "store": str(folder)}}
+        folder = fetch_recipe(str(folder), None).parent
     path = Path(folder) / RECIPE_FILE
     if not path.is_file():
         raise UserError(f"octetrl.resume: '{folder}' holds no run (no {RECIPE_FILE}); give the folder of a run")

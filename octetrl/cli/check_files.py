@@ -32,6 +32,7 @@ from octetrl.run.callbacks import load_callbacks
 from octetrl.run.environment import NOTHING_GIVEN, build_environment, chat_options, try_its_box
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_records, refuse_unwritable
 from octetrl.run.recipe_files import missing_files, unknown_metric
+from octetrl.run.store import refuse_store
 from octetrl.run.tokenizer_process import TokenizerProcess
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
@@ -54,10 +55,11 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
         yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json" + dangling(
             Path(lora.path)
         )
-    try:
-        _look_at_output(recipe)
-    except UserError as error:
-        yield str(error)
+    for look in (_look_at_output, partial(refuse_store, resumes=True)):
+        try:
+            look(recipe)
+        except UserError as error:
+            yield str(error)
 
 
 def content_problems(recipe: Recipe, spec: ModelSpec | None, tokenizer: TokenizerProcess | None) -> Iterator[str]:

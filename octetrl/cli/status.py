@@ -104,6 +104,10 @@ def _last_step(folder: Path) -> Iterator[str]:
     yield line(lines.parts(step, row, width=width))
     ago = duration(time.time() - (folder / METRICS_FILE).stat().st_mtime) or "0 s"
     yield from record.left_out
+    if "checkpoint/stored_step" in row:
+        stored, failed = int(row["checkpoint/stored_step"]), int(row["checkpoint/failed_uploads"])
+        where = (record.recipe.get("checkpoint") or {}).get("store")
+        yield f"{where}: {f'step {stored}' if stored else 'no checkpoint yet'}, {counted(failed, 'failed upload')}"
     yield f"written {ago} ago; `octetrl report {_shown(folder)} --terminal` shows all steps"
 
 

@@ -17,8 +17,10 @@ from octetrl.config.schema import Recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.run.folder.allowed_changes import CONTENT
 from octetrl.run.model_source import recipe_of_run
-from octetrl.run.recipe_files import Resume, refuse_early
+from octetrl.run.recipe_files import Resume, refuse_early, will_resume
+from octetrl.run.store import fetch_recipe
 from octetrl.system.errors import RunFailed, Terminated, UserError
+from octetrl.system.names import is_url
 
 Resumed = Annotated[
     bool,
@@ -69,12 +71,15 @@ def train(
     if with_optimizer and source is None:
         raise UserError("--with-optimizer: it belongs to --from RUN, whose optimizer it is; add that, or leave it out")
     changed = [*(overrides or []), *(one for one in allow if "=" in one)]
+    if is_url(recipe):
+        recipe = _fetched(recipe, changed, resumes=resume or auto)
     branch = [] if source is None else _weights_of(source, changed)
     resolved = load_recipe(recipe, [*changed, *branch])
     if resume or auto:
         _refuse_another_folder(Path(recipe), resolved, changed)
     search_beside(recipe)
     resumes: Resume = "auto" if auto else resume
+    will_resume(resolved, resumes)
     refuse_early(resolved, resume=resumes)
     with loading_pytorch():
         from octetrl.run import loop
@@ -94,6 +99,15 @@ def train(
     except RunFailed as error:
         typer.echo(f"octetrl: the run failed: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def _fetched(url: str, changed: list[str], *, resumes: bool) -> str:
+    """The config.yaml of a stored run, which is fetched into its output_dir. The run goes on in that store."""
+    if not resumes:
+        raise UserError(f"'{url}' is a stored run, which can only be continued; add --resume")
+    given = [text for name, _, text in (one.partition("=") for one in changed) if name.strip() == "output_dir"]
+    changed.append(f"checkpoint.store={json.dumps(url)}")
+    return str(fetch_recipe(url, given[-1] if given else None))
 
 
 def _refuse_another_folder(recipe: Path, resolved: Recipe, overrides: list[str]) -> None:

@@ -10,6 +10,7 @@ from octetrl.config.algorithm import OwnObjectiveConfig
 from octetrl.config.objective_settings import MASKS, DatasetSettings
 from octetrl.config.rules import Rule, together, value
 from octetrl.config.schema import LEAST_TEMPERATURE, CriticConfig, Recipe
+from octetrl.system.names import is_url
 
 FILE_NAMES = (".jsonl", ".json", ".parquet")  # of files of rows, which have no splits
 MOST_ROLLOUTS = 10_000_000  # per step; each rollout is a record in memory
@@ -311,6 +312,11 @@ RUN = (
         "checkpoint.keep_best>0 ?checkpoint.best_metric evaluation.every=0",
         "'{r.checkpoint.best_metric}' is never measured, because evaluation.every is 0; set that, or keep_best: 0",
         lambda r: r.checkpoint.best_metric.startswith("eval/"),
+    ),
+    Rule(
+        "checkpoint.store",
+        "'{}' is no URL; give one of an object store, such as s3://bucket/runs/mine",
+        value_is=lambda url: url is not None and not is_url(url),
     ),
     Rule(
         "early_stopping evaluation.every=0",

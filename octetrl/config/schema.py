@@ -398,12 +398,17 @@ class CheckpointConfig(Section):
     (`collapse`), and so does one to whose folder you have added a file."""
     keep_best: int = Field(default=0, ge=0, le=1_000_000_000)
     """Number of further checkpoints to keep: those with the best `best_metric`; of equal ones, the earliest."""
+    keep_every: int = Field(default=0, ge=0, le=1_000_000_000)
+    """Also keep the checkpoints of steps that are multiples of this. 0: none."""
     best_metric: str = "eval/accuracy"
     """Metric that ranks checkpoints, for `keep_best`, the report and `RUN@best`. More is better, except of a loss."""
     batches_ahead: Literal["drawn_again", "saved"] = "drawn_again"
     """Batches that were generated ahead (`cluster.max_staleness`) when the checkpoint was written. drawn_again: a
     resumed run generates them again, from the same tasks with the checkpoint's weights. saved: they are in the
     checkpoint, which waits for the next step's batch; with `max_staleness: 1` the resumed run repeats the bits."""
+    store: str | None = None
+    """URL of fsspec that gets a copy of the run with each checkpoint, such as s3://bucket/runs/mine. The copies are
+    kept as those in output_dir. `octetrl train URL --resume` continues the run on any machine. null: none."""
 
 
 class MismatchConfig(Section):

@@ -27,6 +27,7 @@ from octetrl.config.schema import CheckpointConfig
 from octetrl.data.tokenizer import Tokenizer, save_tokenizer_files
 from octetrl.run.resume import BATCHES, CURSOR, Cursor, batches_to_bytes
 from octetrl.run.state import BufferedBatch, Run
+from octetrl.run.store import Uploads
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from octetrl.trainer.checkpoint import StagedCheckpoint
@@ -46,6 +47,7 @@ class Checkpoints:
         self._copied: Callable[[], StagedCheckpoint] | None = None  # writes the copy
         self._figures: dict[str, float] = {}
         self._last_written: Path | None = None
+        self._uploads = None if config.store is None else Uploads(config.store, config, folder.parent, run_id)
         self._has_warned = False
 
     # ------------------------------------------------------------ which there are
@@ -64,19 +66,33 @@ class Checkpoints:
 
     def prune(self, exempt_until: Collection[int] = ()) -> None:
         """Keep what the recipe keeps, and for each of `exempt_until` the last checkpoint up to that step."""
-        exempt = [path for step in exempt_until if (path := self._visible_until(step)) is not None]
+        sending = () if self._uploads is None else tuple(self._uploads.steps)
+        exempt = [path for step in (*exempt_until, *sending) if (path := self._visible_until(step)) is not None]
         hidden = checkpoint.prune(
             self.folder,
             keep_last=self._config.keep_last,
             keep_best=self._config.keep_best,
+            keep_every=self._config.keep_every,
             best_metric=self._config.best_metric,
             run_id=self._run_id,
             exempt=[checkpoint.step_of(path) for path in exempt],
         )
         if hidden:
             self._thread.submit(checkpoint.remove_hidden, hidden)
+        if self._uploads is not None:
+            self._uploads.prune(exempt_until)
 
     # ------------------------------------------------------------ saving
+
+    def take_store(self, start: int) -> None:
+        """Refuses a store that can't be written or has another run, before anything is built."""
+        if self._uploads is not None:
+            self._uploads.begin(start)
+
+    def close(self) -> None:
+        """Call it when the folder says how the run ended."""
+        if self._uploads is not None:
+            self._uploads.close()
 
     @contextmanager
     def open(self, run: Run, start: int) -> Iterator[None]:
@@ -86,9 +102,15 @@ class Checkpoints:
         every = self._config.every
         if every and (start // every + 1) * every < run.config.steps:
             run.workers.prepare_saving()
+        if self._uploads is not None:
+            self._uploads.warn = run.console.warn
+            if (last := self.latest()) is not None:  # that an earlier process could not send
+                self._uploads.submit(last)
         try:
             yield
             self._wait()
+            if self._uploads is not None:
+                self._uploads.finish()
         except BaseException as error:
             self._abandon(run, error)
             raise
@@ -129,9 +151,9 @@ class Checkpoints:
         return self._last_written
 
     def figures(self) -> dict[str, float]:
-        """`checkpoint/*` of a save that was written since the last call: seconds on the disk, and GB/s."""
+        """`checkpoint/*` of a save since the last call: seconds on the disk, and GB/s; and of the store."""
         taken, self._figures = self._figures, {}
-        return taken
+        return taken if self._uploads is None else taken | self._uploads.figures()
 
     def save_interrupted(self, run: Run, before: Cursor) -> str:
         """Saves the run as it was before the interrupted step, if the weights are unchanged. Returns what was done."""
@@ -220,6 +242,8 @@ class Checkpoints:
     def _commit(self, staged: StagedCheckpoint) -> None:
         self._last_written = staged.commit()
         self.num_saved += 1
+        if self._uploads is not None:
+            self._uploads.submit(self._last_written)
 
     # ------------------------------------------------------------ the save in flight
 
@@ -243,6 +267,8 @@ class Checkpoints:
         self._saving = None
         if self._staged is not None:
             self._staged.discard()
+        if self._uploads is not None:
+            self._uploads.settle()
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -118,6 +118,7 @@ def _train(
         manifest = check_complete(last)  # refused before anything is built
         complete_line(folder.path / METRICS_FILE, start, manifest["metrics"])
     past = steps_until(folder.path / METRICS_FILE, start)  # refused before anything is cut off
+    checkpoints.take_store(start)
     run = build_run(recipe, given=given, check_contents=folder.check_contents)
     recipe = run.config  # with the steps of its epochs
     try:
@@ -144,12 +145,9 @@ def _train(
             if recipe.evaluation.on_start and not start:
                 _evaluate_first(run, journal, sinks, callbacks)
             if 0 < start < recipe.steps and callbacks.stopped_for is not None:
-                again = "to go on, change what stopped it, such as early_stopping=null"
-                run.console.note(
-                    f"no step is left to do: it ended after step {start}, {callbacks.stopped_for}; {again}"
-                )
-            else:
-                _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
+                how = "to go on, change what stopped it, such as early_stopping=null"
+                run.console.note(f"no step is left to do: it ended after step {start}, {callbacks.stopped_for}; {how}")
+            _run_steps(run, start, journal, sinks, checkpoints, past, callbacks)
             callbacks.checkpoint(checkpoints.written())
             callbacks.end()
         _leave_ending(folder.path, None, callbacks.stopped_for)
@@ -160,6 +158,7 @@ def _train(
     finally:
         run.close()
         leave_report(folder.path, run.console)
+        checkpoints.close()
 
 
 def _refuse_fewer_steps(recipe: Recipe, start: int) -> None:
@@ -188,7 +187,7 @@ def _run_steps(
     empty, slow = EmptySteps(recipe, past), SlowRewards(run.rewards)
     sound = SoundCheckpoints(checkpoints, recipe, past)
     with StopRequest(run.console.warn) as stop, checkpoints.open(run, start):
-        for step in range(start + 1, recipe.steps + 1):
+        for step in () if start and callbacks.stopped_for is not None else range(start + 1, recipe.steps + 1):
             with _saved_if_cut_off(run, step, checkpoints, sound):
                 result = one_step(run, step, journal)
             metrics = result.metrics

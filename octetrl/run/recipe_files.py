@@ -19,6 +19,7 @@ from octetrl.config.shipped import way_to_make
 from octetrl.models.families import load_spec
 from octetrl.run.folder.layout import RECIPE_FILE, process_of, refuse_unwritable, refuse_used
 from octetrl.run.model_source import PARTS_OF_A_MODEL, found_model, is_of_hub
+from octetrl.run.store import fetch_if_ahead, refuse_store
 from octetrl.system.errors import UserError, nearest, nearest_file
 from octetrl.system.names import hub_dataset
 from octetrl.telemetry.curves import missing_clients
@@ -32,6 +33,13 @@ Resume = bool | Literal["auto"]
 def has_run(folder: Path) -> bool:
     """Whether `resume: auto` resumes there."""
     return (folder / RECIPE_FILE).exists()
+
+
+def will_resume(recipe: Recipe, resume: Resume) -> bool:
+    """Whether a run goes on in its folder, into which a later checkpoint of the recipe's store is fetched first."""
+    if resume:
+        fetch_if_ahead(recipe)
+    return has_run(Path(recipe.output_dir)) if resume == "auto" else resume
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -94,6 +102,7 @@ def refuse_early(recipe: Recipe, *, resume: Resume) -> None:
             load_spec(path)  # its message says what to do
     for problem in (*unknown_metric(recipe), *missing_clients(recipe.logging)):
         raise UserError(problem)
+    refuse_store(recipe, resumes=resume)
     missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe
     if missing is not None:
         raise UserError(missing)

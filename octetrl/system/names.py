@@ -37,6 +37,11 @@ def hub_dataset(text: str | Path) -> HubName | None:
     return None if Path(text).suffix in _FILES else hub_name(text)
 
 
+def is_url(text: str | Path) -> bool:
+    """Whether it is the URL of a place in a store, such as s3://bucket/runs/mine, and no path."""
+    return re.fullmatch(r"[a-z][a-z0-9+.-]*://[^?#\s]+", str(text)) is not None
+
+
 HOW = "write it as http://localhost:8000/v1"
 _FORM = re.compile(r"https?://[^/\s@]+(/\S*)?")
 _LAST_PORT = 65_535

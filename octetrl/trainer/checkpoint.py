@@ -15,10 +15,8 @@ Tensors beyond SHARD_BYTES go on in further files (`optimizer.safetensors.1`).
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,14 +28,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from octetrl.config.ranking import best_steps
+from octetrl.config.ranking import best_steps, kept_steps
 from octetrl.system.errors import UserError
-from octetrl.trainer.file_digests import WrittenFile, altered_files, digest_file, hashing_threads
+from octetrl.trainer.file_digests import (
+    MANIFEST,
+    STEP_NAME,
+    WrittenFile,
+    altered_files,
+    body_sha256,
+    digest_file,
+    hashing_threads,
+    parse_manifest,
+)
 from octetrl.trainer.state_writer import Content, Files, in_shards, write_files
 
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-STEP_NAME = re.compile(r"step_(\d{6,})")
 HIDDEN_SUFFIXES = (".partial", ".replaced", ".removed")
 UNKNOWN = "?"  # owner of a checkpoint whose manifest cannot be read
 
@@ -216,18 +221,20 @@ def prune(
     *,
     keep_last: int,
     keep_best: int = 0,
+    keep_every: int = 0,
     best_metric: str = "",
     run_id: str | None = None,
     exempt: Collection[int] = (),
 ) -> list[Path]:
-    """Hide the checkpoints of run `run_id`, all but the last `keep_last`, the `keep_best` of the best `best_metric`
-    (config/ranking.py) and those of the `exempt` steps. A folder in which somebody has put a file of their own stays
-    too. Returns the hidden folders, for `remove_hidden`."""
+    """Hide the checkpoints of run `run_id`, all but the last `keep_last`, the `keep_best` of the best `best_metric`,
+    multiples of `keep_every` (config/ranking.py) and those of the `exempt` steps. A folder in which somebody has put a
+    file of their own stays too. Returns the hidden folders, for `remove_hidden`."""
     steps = _steps(folder)
     manifests = {step: _read_manifest(path) for step, path in steps.items()}
     own = {step: manifest for step, manifest in manifests.items() if manifest and manifest.get("run") == run_id}
-    kept = {*sorted(own)[-keep_last:], *exempt}
-    kept |= set(_ranked(own, best_metric)[:keep_best])
+    values = {step: manifest["metrics"].get(best_metric) for step, manifest in own.items()}
+    kept = kept_steps(values, keep_last=keep_last, keep_best=keep_best, keep_every=keep_every, metric=best_metric)
+    kept |= set(exempt)
     kept |= {step for step, manifest in own.items() if _has_others(steps[step], manifest)}
     hidden = [_hidden(steps[step], ".removed") for step in sorted(own.keys() - kept)]
     for step, path in zip(sorted(own.keys() - kept), hidden, strict=True):
@@ -301,22 +308,15 @@ def _manifest(
     body: dict[str, Any] = {"step": step, "metrics": dict(metrics), "files": files}
     if run_id is not None:
         body["run"] = run_id
-    return body | {"sha256": _body_sha256(body)}
+    return body | {"sha256": body_sha256(body)}
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     """None when it is missing or is not what was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError, RecursionError):  # the last: of thousands of brackets
+        return parse_manifest((path / MANIFEST).read_bytes())
+    except OSError:
         return None
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _body_sha256(manifest):
-        return None
-    return manifest
-
-
-def _body_sha256(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

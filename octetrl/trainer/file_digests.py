@@ -10,6 +10,8 @@ writes SHA-256 instead. Both release the interpreter's lock. These checksums sho
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ try:
 except ImportError:  # a machine may lack it, or have one that it can't load
     xxhash = None
 
+MANIFEST = "manifest.json"  # of a checkpoint: {"step", "metrics", "files", "run", "sha256": of the rest}
+STEP_NAME = re.compile(r"step_(\d{6,})")  # of its folder
 CHUNK_BYTES = 64 << 20
 SLICE_BYTES = 4 << 20  # read and hashed at one time: it stays in a core's cache
 XXH3, SHA256 = "xxh3-128", "sha256"
@@ -53,6 +57,21 @@ class WrittenFile:
         """What the manifest says of it."""
         fields = ("size", "algorithm", "chunk_bytes", "digest")
         return {field: getattr(self, field) for field in fields}
+
+
+def parse_manifest(content: bytes) -> dict[str, Any] | None:
+    """None when it is not what was written."""
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError):  # the latter: of thousands of brackets
+        return None
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != body_sha256(manifest):
+        return None
+    return manifest
+
+
+def body_sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def fastest_algorithm() -> str:

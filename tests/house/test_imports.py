@@ -46,6 +46,7 @@ ONLY_IN: dict[str, set[str]] = {
     "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start",)},
     "uvicorn": {"octetrl/server/http_server.py", "octetrl/agents/server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
+    "fsspec": {"octetrl/run/store.py"},
     "huggingface_hub": {"octetrl/run/hub.py", "octetrl/run/model_source.py"},
     "prometheus_client": {"octetrl/server/meters.py", "octetrl/server/serve.py"},
     "transformers": {
@@ -68,6 +69,7 @@ TORCH_FREE_FILES = (
     "octetrl.api.train",
     "octetrl.run.recipe_files",
     "octetrl.run.model_source",
+    "octetrl.run.store",
 )
 
 

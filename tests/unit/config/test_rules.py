@@ -125,6 +125,7 @@ EXAMPLES: list[Changes] = [
     {"evaluation.k": [1, 4]},
     {"checkpoint.keep_best": 1},
     {"checkpoint.keep_best": 1, "checkpoint.every": 7, "evaluation.every": 10, "steps": 69},
+    {"checkpoint.store": "runs/mine"},
     {"seed": 2**63},
     {"output_dir": " "},
     {"output_dir": "/"},
