@@ -429,6 +429,17 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBy:
+    """The workers that train on one micro-batch together. Each has the tokens between two of `rows`, and the trained
+    tokens between two of `trained`, which are predicted from them. Example: SharedBy(2, (0, 256, 300), (0, 90, 131))
+    """
+
+    first: int  # rank of the first worker; the others follow
+    rows: tuple[int, ...]
+    trained: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A pack of whole sequences, end to end, created by `pack`. T tokens, B sequences, N trained tokens.
 
@@ -458,6 +469,8 @@ class MicroBatch:
     versions_N: Tensor | None = None  # int64: policy version that sampled the target; None: one for the batch
     cut_off_N: Tensor | None = None  # bool: the last trained token of a sample that is cut off; None: none is
     temperatures_N: Tensor | None = None  # float32; None: all have the trainer's
+    shared: SharedBy | None = None  # None: one worker has all its tokens
+    reports: bool = True  # whether the worker counts its loss and metrics; of those that share it the first does
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from octetrl.kernels.attention.records import CachedPages
 from octetrl.layers.sequence_slots import SequenceSlots
+from octetrl.layers.token_group import TokenGroup
 from octetrl.shapes.blocks import KVMode
 
 
@@ -38,20 +39,23 @@ class RouterRecord:
     balance_loss: float = 0.0  # coefficients
     z_loss: float = 0.0
     share: float = 1.0  # of the optimizer step: 1 / its number of micro-batches
+    group: TokenGroup | None = None  # the workers that share the micro-batch; the losses are those of all its tokens
     loads: dict[int, Tensor] = field(default_factory=dict)  # [X], rows of each expert
     entropies: dict[int, Tensor] = field(default_factory=dict)  # float32 [T], of the normalised scores
 
     def observe(self, layer: int, logits_TX: Tensor, score_TX: Tensor, load_X: Tensor, weight_TS: Tensor) -> Tensor:
         """`weight_TS`, to which the losses' gradients are attached."""
         share_TX = score_TX / score_TX.sum(1, keepdim=True)
+        tokens = len(weight_TS) if self.group is None else self.group.tokens
         self.loads[layer] = load_X
         self.entropies[layer] = -torch.special.xlogy(share_TX, share_TX).sum(1).detach()
         loss = torch.zeros((), device=logits_TX.device)
         if self.balance_loss:
-            wanted_X = load_X.float() / weight_TS.numel() * load_X.numel()
-            loss = loss + self.balance_loss * self.share * (share_TX.mean(0) * wanted_X).sum()
+            whole_X = load_X if self.group is None else self.group.sum(load_X)
+            wanted_X = whole_X.float() / (tokens * weight_TS.shape[1]) * load_X.numel()
+            loss = loss + self.balance_loss * self.share * (share_TX.sum(0) / tokens * wanted_X).sum()
         if self.z_loss:
-            loss = loss + self.z_loss * self.share * logits_TX.logsumexp(1).square().mean()
+            loss = loss + self.z_loss * self.share * logits_TX.logsumexp(1).square().sum() / tokens
         attached_TS: Tensor = _Attach.apply(weight_TS, loss) if loss.requires_grad else weight_TS
         return attached_TS
 
@@ -89,6 +93,7 @@ class PackedContext:
     kv_scale_LS: Tensor | None = None  # float32; only for "calibrated"
     kv_amax_LS: Tensor | None = None  # float32, updated in place; None: not collected
     routers: RouterRecord | None = None  # filled in by mixtures of experts; None: not collected
+    group: TokenGroup | None = None  # the workers that share the micro-batch; T is then the part of this one
 
 
 @dataclass(frozen=True, slots=True)

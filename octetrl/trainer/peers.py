@@ -214,6 +214,7 @@ class ProcessGroupPeers(WholeModel):
         too. `owners`: how many workers own all rows together; None: all. `name`: unique within the store."""
         self.share, self.gradients = share, gradients
         self._device, self._deadline_seconds = device, deadline_seconds
+        self.connection = store, device, deadline_seconds  # by which some of the workers connect as a group
         self._collectives = self._connected(PrefixStore(name, store), share)
         size = owners or share.count
         assert share.count % size == 0, f"{share.count} workers in groups of {size} owners"

@@ -87,11 +87,12 @@ def fill_step_means(
     """Fill in `step_means`: means over one optimizer step of all workers, with the token weights of the loss."""
     for name, values in values_of.items():
         total = torch.zeros((), device=minibatch[0].micro_batch.weights_N.device if minibatch else None)
-        for one in minibatch:
+        counted = [one for one in minibatch if one.micro_batch.reports]
+        for one in counted:
             assert one.first_N is not None, "step means need the log-probs before the update"
             inputs = loss_inputs(one, one.first_N, one.first_N, on_policy=on_policy, kl_scale=1.0)
             total += (one.micro_batch.weights_N * values(inputs)).sum()
-        weight = sum(float(one.micro_batch.weights_N.sum()) for one in minibatch)
+        weight = sum(float(one.micro_batch.weights_N.sum()) for one in counted)
         if peers.share.count > 1:
             both = peers.sum(torch.tensor([float(total), weight]), "step means")
             total, weight = both[0].float().to(total.device), float(both[1])
@@ -269,7 +270,7 @@ class TrainCall:
 
     @property
     def micro_batches(self) -> Iterator[PreparedMicroBatch]:
-        return (one for step in self.steps for one in step.micro_batches)
+        return (one for step in self.steps for one in step.micro_batches if one.micro_batch.reports)
 
 
 class Accumulated(NamedTuple):

@@ -37,22 +37,59 @@ PHASE = "tensor parallel"
 EXCHANGES_IN_FLIGHT = 64  # of a GPU, before the host waits for the oldest: a few layers of a forward
 
 
-class TensorPeers(ProcessGroupPeers):
-    """A `TensorGroup` (layers/tensor_group.py). NCCL between GPUs, gloo between CPU processes.
+class ExchangePeers(ProcessGroupPeers):
+    """Workers that exchange tensors inside a forward. NCCL between GPUs, gloo between CPU processes. On a GPU the host
+    does not wait for an exchange; what it launches next does."""
 
-    On a GPU the host does not wait for an exchange; what it launches next does. Requests go over gloo, because a record
-    over NCCL would wait for all launched forwards. Small tensors travel through the GPUs' memory where they
-    can.
-    """
+    phase = "context parallel"  # of its exchanges, for errors
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """Arguments as those of `ProcessGroupPeers`."""
+        self._in_flight: deque[Running] = deque()
+        super().__init__(*arguments, **settings)
+        while self._in_flight:  # NCCL has connected after this
+            self._complete(self._in_flight.popleft())
+
+    @property
+    def rank(self) -> int:
+        return self.share.rank
+
+    @property
+    def size(self) -> int:
+        return self.share.count
+
+    def swap(self, sent_B: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        given, sizes = sent_B.to(self._device), (list(received), list(sent))
+        taken = given.new_empty(sum(received))
+        self._finish(lambda: self._collectives.alltoall_base(taken, given, *sizes), self.phase)
+        return taken.to(sent_B.device)
+
+    def _finish(self, start: Callable[[], Work], phase: str) -> None:
+        if self._device.type != "cuda":
+            super()._finish(start, phase)
+            return
+        running = self._start(start, phase)
+        running.work.wait()  # later work on the GPU comes after it; this process goes on
+        self._in_flight.append(running)
+        while len(self._in_flight) > EXCHANGES_IN_FLIGHT:
+            self._complete(self._in_flight.popleft())
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        super().close()
+
+
+class TensorPeers(ExchangePeers):
+    """A `TensorGroup` (layers/tensor_group.py). Requests go over gloo, because a record over NCCL would wait for all
+    launched forwards. Small tensors travel through the GPUs' memory where they can."""
+
+    phase = PHASE
 
     def __init__(
         self, store: Store, share: Share, device: torch.device, *, deadline_seconds: float = 600.0, name: str
     ) -> None:
-        self._in_flight: deque[Running] = deque()
         self._store, self._name = store, name
         super().__init__(store, share, device, deadline_seconds=deadline_seconds, name=name)
-        while self._in_flight:  # NCCL has connected after this
-            self._complete(self._in_flight.popleft())
         self.commands: ProcessGroupPeers = self  # between the hosts; over them no exchange waits for a forward
         self._opened: OpenedMemory | None = None
         if device.type == "cuda":
@@ -62,14 +99,6 @@ class TensorPeers(ProcessGroupPeers):
             self._opened, why_not = open_peer_memory(self.commands, device, deadline_seconds)
             if self._opened is None:
                 print(f"decode steps are not captured, because parts of the model travel over NCCL: {why_not}")
-
-    @property
-    def rank(self) -> int:
-        return self.share.rank
-
-    @property
-    def size(self) -> int:
-        return self.share.count
 
     @property
     def memory(self) -> PeerMemory | None:
@@ -111,18 +140,7 @@ class TensorPeers(ProcessGroupPeers):
         self._finish(lambda: self._collectives.alltoall_base(taken, given, [], []), PHASE)
         return taken.view(parts.dtype).view(parts.shape).to(parts.device)
 
-    def _finish(self, start: Callable[[], Work], phase: str) -> None:
-        if self._device.type != "cuda":
-            super()._finish(start, phase)
-            return
-        running = self._start(start, phase)
-        running.work.wait()  # later work on the GPU comes after it; this process goes on
-        self._in_flight.append(running)
-        while len(self._in_flight) > EXCHANGES_IN_FLIGHT:
-            self._complete(self._in_flight.popleft())
-
     def close(self) -> None:
-        self._in_flight.clear()
         if self._opened is not None:
             self._opened.close()
         if self.commands is not self:

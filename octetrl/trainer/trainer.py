@@ -335,13 +335,17 @@ class Trainer:
             return f"{summary}: finite in each of {count} micro-batches, not in their sum; nothing was updated"
         return f"{summary}: {found}; nothing was updated, the weights are those of version {self.policy_version}"
 
+    def agree(self, prepared: PreparedMicroBatch, error: str | None) -> str | None:
+        """The first error of the workers that train on this micro-batch too."""
+        return self.peers.agree_in_group(error, "non-finite numbers")
+
     def _first_bad_micro_batch(self, step: OptimizerStep) -> str | None:
         for index, prepared in enumerate(step.micro_batches):
             number: list[str | None] = []
             with self.optimizer.gradients.inspect() as bad:
                 loss = float(self.backward(step, prepared, MetricMeans(), None, number).loss)
             of_gradients = f", first non-finite gradient '{bad[0]}' ({len(bad)} in all)" if bad else None
-            of_gradients = self.peers.agree_in_group(of_gradients, "non-finite numbers")
+            of_gradients = self.agree(prepared, of_gradients)
             if of_gradients or number[0] or not math.isfinite(loss):
                 where = f", {number[0]}" if number[0] else ""
                 where += of_gradients or ""

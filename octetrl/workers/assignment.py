@@ -22,11 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from octetrl.records import GenerationRequest, MicroBatch, PackedBatch
+import torch
+
+from octetrl.records import GenerationRequest, MicroBatch, PackedBatch, SharedBy
 from octetrl.shapes.spec import ModelSpec, pair_products, token_weights
 
 DRAWN_KEPT = 1 << 16  # turns whose worker is remembered; a server's session has no end
+TOKEN_BLOCK = 128  # tokens with one scale along them, which stay on one worker
+EXCHANGES = 1.03  # cost of a shared micro-batch, relative to the same without exchanges; a formula's, not measured
 UNKNOWN_SHARE = 0.5  # of max_new_tokens, where a request's length is not known
 Said = tuple[Sequence[int], Sequence[float]]  # tokens of an unfinished answer and their log-probs
 
@@ -258,10 +263,11 @@ class Costs:
 
     token: float
     pair: float
+    groups: tuple[int, ...] = (1,)  # numbers of workers that may share a micro-batch, ascending
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Costs:
-        return cls(float(token_weights(spec)), pair_products(spec).computed / 7)
+    def of(cls, spec: ModelSpec, groups: tuple[int, ...] = (1,)) -> Costs:
+        return cls(float(token_weights(spec)), pair_products(spec).computed / 7, groups)
 
     def micro_batch(self, micro_batch: MicroBatch) -> float:
         lengths_B = micro_batch.cu_seqlens_B1.diff().double()
@@ -269,13 +275,72 @@ class Costs:
 
 
 def deal(batch: PackedBatch, workers: int, costs: Costs) -> list[PackedBatch]:
-    """The part of each worker: its micro-batches in their order, with the whole batch's denominators."""
+    """The part of each worker: the micro-batches that it shares, largest groups first, then its own in their order;
+    with the whole batch's denominators."""
     parts: list[list[tuple[MicroBatch, ...]]] = [[] for _ in range(workers)]
     for minibatch in batch.minibatches:
-        owners = shared_out([costs.micro_batch(one) for one in minibatch], workers)
+        tokens = [one.token_ids_T.numel() for one in minibatch]
+        places = placed([costs.micro_batch(one) for one in minibatch], tokens, workers, costs.groups)
+        in_order = sorted(zip(minibatch, places, strict=True), key=lambda pair: -pair[1].size)
         for worker, part in enumerate(parts):
-            part.append(tuple(one for one, owner in zip(minibatch, owners, strict=True) if owner == worker))
+            part.append(tuple(_part_of(one, place, worker) for one, place in in_order if place.has(worker)))
     return [replace(batch, minibatches=tuple(part)) for part in parts]
+
+
+class WorkerPlace(NamedTuple):
+    """The workers that run a micro-batch: `size` of them from `first` on."""
+
+    first: int
+    size: int = 1
+
+    def has(self, worker: int) -> bool:
+        return self.first <= worker < self.first + self.size
+
+
+def placed(
+    costs: Sequence[float], tokens: Sequence[int], workers: int, groups: Sequence[int] = (1,)
+) -> list[WorkerPlace]:
+    """The workers of each micro-batch. A costly one goes to the smallest group that brings it below half of a fair share;
+    groups begin at multiples of their size. `groups`: their sizes, ascending. If 1 is one of them, groups are formed
+    only where the last worker ends earlier."""
+    alone = [WorkerPlace(owner) for owner in shared_out(costs, workers)]
+    if groups == (1,):
+        return alone
+    half, count = sum(costs) / workers / 2, len(costs)
+    sizes = [_group_size(*each, half, groups) for each in zip(costs, tokens, strict=True)]
+    places, loads = list(alone), [0.0] * workers
+    for item in sorted(range(count), key=lambda item: (-sizes[item], -costs[item], item)):
+        size = sizes[item]
+        starts = range(0, workers - size + 1, size)
+        first = min(starts, key=lambda start: (max(loads[start : start + size]), start))
+        end = max(loads[first : first + size]) + costs[item] / size * (1.0 if size == 1 else EXCHANGES)
+        loads[first : first + size] = [end] * size
+        places[item] = WorkerPlace(first, size)
+    plain = [sum(cost for cost, place in zip(costs, alone, strict=True) if place.first == at) for at in range(workers)]
+    return alone if 1 in groups and max(plain) <= max(loads) else places
+
+
+def _group_size(cost: float, tokens: int, half: float, groups: Sequence[int]) -> int:
+    """Each worker of the group gets a block of tokens at least."""
+    size = next((size for size in groups if cost / size <= half), groups[-1])
+    while size > blocks_of(tokens):
+        size //= 2
+    return size
+
+
+def _part_of(micro_batch: MicroBatch, place: WorkerPlace, worker: int) -> MicroBatch:
+    if place.size == 1:
+        return micro_batch
+    tokens = micro_batch.token_ids_T.numel()
+    blocks = blocks_of(tokens)
+    rows = [min(TOKEN_BLOCK * (blocks * rank // place.size), tokens) for rank in range(place.size + 1)]
+    trained = torch.searchsorted(micro_batch.predictor_N, torch.tensor(rows)).tolist()
+    shared = SharedBy(place.first, tuple(rows), tuple(trained))
+    return replace(micro_batch, shared=shared, reports=worker == place.first)
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // TOKEN_BLOCK)
 
 
 def shared_out(costs: Sequence[float], workers: int, loads: Sequence[float] | None = None) -> list[int]:

@@ -98,9 +98,11 @@ def attention_packed_backward(
     max_seqlen: int,
     softmax_scale: float,
     window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] from the forward's inputs and outputs. Zero outside every sequence."""
-    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale, window)
+    """dQ [T, H, D], dK and dV [T, K, D] from the forward's inputs and outputs. Zero outside every sequence.
+    `kv_dtype`: of dK and dV; None: that of q."""
+    arguments = (dout_THD, q_THD, kv, out_THD, lse2_TH, cu_seqlens_B1, max_seqlen, softmax_scale, window, kv_dtype)
     if not q_THD.is_cuda:
         return attention_packed_backward_reference(*arguments)
     return padded_backward_triton(*arguments)
@@ -170,8 +172,9 @@ def attention_packed_backward_reference(
     max_seqlen: int,
     softmax_scale: float,
     window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in q's dtype, computed in float32 from the dequantised K and V."""
+    """dQ, dK, dV, computed in float32 from the dequantised K and V."""
     T, H, D = q_THD.shape
     K = kv.k_TKD.shape[1]
     cu_seqlens, lengths = _lengths(cu_seqlens_B1)
@@ -201,8 +204,8 @@ def attention_packed_backward_reference(
         owned_JKS = piece.valid_JM[:, None].expand_as(row_JKS)
         dk_ND[row_JKS[owned_JKS]] = dk_NSD.view(*row_JKS.shape, D)[owned_JKS]
         dv_ND[row_JKS[owned_JKS]] = dv_NSD.view(*row_JKS.shape, D)[owned_JKS]
-    dtype = q_THD.dtype
-    return dq_THD.to(dtype), dk_ND.view(T, K, D).to(dtype), dv_ND.view(T, K, D).to(dtype)
+    dk_TKD, dv_TKD = (x_ND.view(T, K, D).to(kv_dtype or q_THD.dtype) for x_ND in (dk_ND, dv_ND))
+    return dq_THD.to(q_THD.dtype), dk_TKD, dv_TKD
 
 
 def _lengths(cu_seqlens_B1: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

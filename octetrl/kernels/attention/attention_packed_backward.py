@@ -89,11 +89,10 @@ def find_sequence(item, cu_seqlens_ptr, num_sequences, num_tokens, BLOCK: tl.con
 
 @triton.jit
 def _store_block(ptr, x, start, length, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """Store `x` in BF16 as rows of [T, HEADS, D], for the sequence and head at `ptr`. Rows from `length` on are
-    skipped."""
+    """Store `x` as rows of [T, HEADS, D], for the sequence and head at `ptr`. Rows from `length` on are skipped."""
     row = start + tl.arange(0, ROWS)
     offset = row.to(tl.int64)[:, None] * (HEADS * HEAD_SIZE) + tl.arange(0, HEAD_SIZE)[None, :]
-    tl.store(ptr + offset, x.to(tl.bfloat16), mask=(row < length)[:, None])
+    tl.store(ptr + offset, x.to(ptr.dtype.element_ty), mask=(row < length)[:, None])
 
 
 @triton.jit
@@ -383,11 +382,11 @@ def launch_dq(operands: Operands, out_THD: Tensor, lse2_TH: Tensor, tile: Tile, 
     return dq_THD
 
 
-def launch_dkdv(operands: Operands, tile: Tile) -> tuple[Tensor, Tensor]:
-    """dK and dV [T, K, D], after `launch_dq`."""
+def launch_dkdv(operands: Operands, tile: Tile, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """dK and dV [T, K, D] in `dtype`, after `launch_dq`."""
     assert tile.keys % tile.queries == 0, f"{tile.queries} queries don't divide {tile.keys} keys"
     k, rows = operands.k_TKD, operands.rows
-    dk_TKD, dv_TKD = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    dk_TKD, dv_TKD = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
     by_query = (_descriptor(x, tile.queries) for x in (operands.q_THD, operands.dout_THD))
     by_key = (_descriptor(x, tile.keys) for x in (k, operands.v_TKD))
     by_row = TensorDescriptor(rows, list(rows.shape), [rows.stride(0), 1], [1, tile.queries])
@@ -408,10 +407,11 @@ def attention_packed_backward_triton(
     max_seqlen: int,
     softmax_scale: float,
     window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
     *,
     tiles: BackwardTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, K, D] in BF16. Zero outside every sequence."""
+    """dQ [T, H, D] in BF16, dK and dV [T, K, D] in `kv_dtype` or BF16. Zero outside every sequence."""
     head_size = q_THD.shape[2]
     assert q_THD.dtype == torch.bfloat16, f"the attention backward takes BF16, not {q_THD.dtype}"
     assert head_size in SUPPORTED_HEAD_SIZES, f"head size {head_size} is not one of {SUPPORTED_HEAD_SIZES}"
@@ -420,7 +420,7 @@ def attention_packed_backward_triton(
         return torch.empty_like(q_THD), torch.empty_like(operands.k_TKD), torch.empty_like(operands.v_TKD)
     tiles = tiles or backward_tiles(head_size)
     dq_THD = launch_dq(operands, out_THD, lse2_TH, tiles.dq, max_seqlen)
-    return dq_THD, *launch_dkdv(operands, tiles.dkdv)
+    return dq_THD, *launch_dkdv(operands, tiles.dkdv, kv_dtype or torch.bfloat16)
 
 
 def padded_backward_triton(

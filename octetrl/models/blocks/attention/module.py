@@ -22,6 +22,7 @@ from octetrl.layers.linear import Projection
 from octetrl.layers.norm import RMSNorm
 from octetrl.layers.rotary import Rotary
 from octetrl.models.blocks.attention.as_cached import read_back, replay_of, saturated_of, values_of
+from octetrl.models.blocks.attention.shared_tokens import attention_shared
 from octetrl.models.blocks.block import Block, BlockBuilder
 from octetrl.shapes.blocks import KVTensors
 
@@ -90,9 +91,10 @@ class Attention(Block):
     def _attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: PackedContext) -> Tensor:
         if context.kv_amax_LS is not None:
             observe_amax(context.kv_amax_LS[self.layer, : 2 * self.num_kv_heads].view(2, -1), k_TKD, v_TKD)
-        replay = replay_of(*self.treatments(context))
-        bounds = context.cu_seqlens_B1, context.max_seqlen
-        return attention_packed(q_THD, k_TKD, v_TKD, *bounds, self.softmax_scale, replay, self.window, self.sinks)
+        settings = self.softmax_scale, replay_of(*self.treatments(context)), self.window, self.sinks
+        if context.group is not None:
+            return attention_shared(q_THD, k_TKD, v_TKD, context, *settings)
+        return attention_packed(q_THD, k_TKD, v_TKD, context.cu_seqlens_B1, context.max_seqlen, *settings)
 
     def _as_cached(self, k_TKD: Tensor, v_TKD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """K and V as the operands of this forward's attention: float32 [T, K, D], codes times scales."""

@@ -28,6 +28,7 @@ from octetrl.kernels.attention.sink_gradient import sink_gradient
 from octetrl.kernels.profiler_parts import part
 from octetrl.models.blocks.attention.as_cached import values_of
 from octetrl.models.blocks.attention.module import Attention
+from octetrl.models.blocks.attention.shared_tokens import shared_backward, shared_forward
 from octetrl.models.blocks.block import TrainingInputs
 from octetrl.models.blocks.products import Input, Operand, dgrad, gradient_of, input_of, product, wgrad, wgrad_input
 from octetrl.models.blocks.saved import Gradients, Saved
@@ -65,11 +66,13 @@ def attend(
 ) -> tuple[Attended, tuple[Tensor, ReplayedKV]]:
     """Attention over q, k and v, contiguous, and what `_rotated` gave."""
     rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
-    bounds = inputs.context.cu_seqlens_B1, inputs.context.max_seqlen
+    context, settings = inputs.context, (attention.softmax_scale, attention.window, attention.sinks)
     with part("attention_forward"):
-        out_THD, lse2_TH = attention_packed_forward_triton(
-            q_THD, kv, *bounds, attention.softmax_scale, attention.window, attention.sinks
-        )
+        if context.group is None:
+            bounds = context.cu_seqlens_B1, context.max_seqlen
+            out_THD, lse2_TH = attention_packed_forward_triton(q_THD, kv, *bounds, *settings)
+        else:
+            out_THD, lse2_TH = shared_forward(q_THD, kv, context, *settings)
     if attention.probe is not None:
         k_TKD, v_TKD = values_of(kv)
         attention.probe(attention.layer, "rotated q", q_THD)
@@ -115,25 +118,20 @@ def attend_backward(
     """The gradient [T, H + 2 K, D] of q, k and v, from that of attention's output. Adds those of QK-norm and sinks."""
     context = saved.inputs.context
     out_TQ, lse2_TH = saved.costly
-    if attention.sinks is not None and attention.sinks.requires_grad:
-        heads_THD = (len(dout_TQ), attention.num_heads, attention.head_size)
-        sums = dout_TQ.view(heads_THD), out_TQ.view(heads_THD), lse2_TH
-        gradients["sinks"] = sink_gradient(*sums, attention.sinks)
+    sinks = attention.sinks if attention.sinks is not None and attention.sinks.requires_grad else None
     rotated, saved.made_with_costly = saved.made_with_costly, None
     q_THD, kv = rotated or _rotated(attention, qkv_TX, saved.inputs, observe=False)
+    operands = dout_TQ.view(q_THD.shape), q_THD, kv, out_TQ.view(q_THD.shape), lse2_TH
+    scale, window = attention.softmax_scale, attention.window
     with part("attention_backward"):
-        dq_THD, dk_TKD, dv_TKD = attention_packed_backward(
-            dout_TQ.view(q_THD.shape),
-            q_THD,
-            kv,
-            out_TQ.view(q_THD.shape),
-            lse2_TH,
-            context.cu_seqlens_B1,
-            context.max_seqlen,
-            attention.softmax_scale,
-            attention.window,
-        )
-    del rotated, q_THD, kv, dout_TQ
+        if context.group is None:
+            bounds = context.cu_seqlens_B1, context.max_seqlen
+            dsinks_H = None if sinks is None else sink_gradient(operands[0], *operands[3:], sinks)
+            dq_THD, dk_TKD, dv_TKD = attention_packed_backward(*operands, *bounds, scale, window)
+        else:
+            dq_THD, dk_TKD, dv_TKD, dsinks_H = shared_backward(*operands, context, scale, window, sinks)
+    gradients["sinks"] = dsinks_H
+    del rotated, operands, q_THD, kv, dout_TQ
     qkv_TXD = qkv_TX.view(len(qkv_TX), -1, attention.head_size)
     with part("rows"):
         rotation = attention.rotation(*saved.inputs.rotary)

@@ -34,6 +34,7 @@ from octetrl.kernels.gemm.grouped_bf16_gemm import Part, grouped_bf16_gemm
 from octetrl.kernels.gemm.head_gemm import can_run, head_gemm, head_gemm_codes
 from octetrl.kernels.quantize.quantize_activation import quantize_activation
 from octetrl.layers.context import PackedContext
+from octetrl.layers.token_group import TokenGroup
 
 
 class HeadSizes(NamedTuple):
@@ -91,10 +92,25 @@ def attend_packed(
     softmax_scale: float,
 ) -> Attended:
     """The forward over packed sequences. `value_TC`: the latents as the cache would give them."""
+    group, num_heads = context.group, q_THN.shape[1]
+    if group is not None:
+        q_THN, q_THR, value_TC, key_TR, kv_b = _of_own_heads(group, q_THN, q_THR, value_TC, key_TR, kv_b)
     q_latent_THC = absorb(q_THN, kv_b, sizes)
     bounds = context.cu_seqlens_B1, context.max_seqlen
     o_THC = latent_packed(q_latent_THC, q_THR, value_TC, key_TR, *bounds, softmax_scale)
-    return Attended(q_latent_THC, o_THC, expand(o_THC, kv_b, sizes))
+    out_TV = expand(o_THC, kv_b, sizes)
+    if group is not None:
+        out_TV = group.to_tokens(out_TV.unflatten(1, (-1, sizes.value)), num_heads).flatten(1)
+    return Attended(q_latent_THC, o_THC, out_TV)
+
+
+def _of_own_heads(
+    group: TokenGroup, q_THN: Tensor, q_THR: Tensor, value_TC: Tensor, key_TR: Tensor, kv_b: Tensor
+) -> tuple[Tensor, ...]:
+    """The operands for all tokens of the heads that this worker has, from those of own tokens."""
+    num_heads = q_THN.shape[1]
+    own = kv_b.view(num_heads, -1, kv_b.shape[1])[group.heads(num_heads)].flatten(0, 1)
+    return *map(group.to_heads, (q_THN, q_THR)), *map(group.join_rows, (value_TC, key_TR)), own
 
 
 class AttentionGradients(NamedTuple):
@@ -118,11 +134,15 @@ def attention_gradients(
     softmax_scale: float,
 ) -> AttentionGradients:
     """Gradients of `attend_packed`'s result, by ordinary attention over the keys and values of every head."""
-    tokens, heads, nope = q_THN.shape
-    kv_THX = F.linear(value_TC, kv_b).view(tokens, heads, sum(sizes))
-    dout_THV = dout_TV.view(tokens, heads, sizes.value)
+    group, num_heads, nope = context.group, q_THN.shape[1], q_THN.shape[2]
+    dout_THV, operands = dout_TV.unflatten(1, (-1, sizes.value)), (q_THN, q_THR, value_TC, key_TR, kv_b)
+    if group is not None:
+        dout_THV, operands = group.to_heads(dout_THV), _of_own_heads(group, *operands)
+    q_THN, q_THR, all_TC, key_of_all_TR, own_kv_b = operands
+    kv_THX = F.linear(all_TC, own_kv_b).unflatten(1, (-1, sum(sizes)))
     bounds = context.cu_seqlens_B1, context.max_seqlen
-    dq_THX, dkv_THX, dkey_THR = latent_backward(dout_THV, q_THN, q_THR, kv_THX, key_TR, *bounds, softmax_scale)
+    found = latent_backward(dout_THV, q_THN, q_THR, kv_THX, key_of_all_TR, *bounds, softmax_scale)
+    dq_THX, dkv_THX, dkey_THR = found if group is None else (group.to_tokens(each, num_heads) for each in found)
     dkv_TX = dkv_THX.flatten(1)
     dkey_TR = dkey_THR.sum(1, dtype=torch.float32).to(key_TR.dtype)
     dkv_b = dkv_TX.t() @ value_TC if kv_b.requires_grad else None
