@@ -102,6 +102,7 @@ class ClusterFields(TypedDict, total=False):
     workers_per_gpu: int
     tensor_parallel: int
     gradients: Literal["local", "sharded"]
+    context_parallel: Literal["auto", "off", 2, 4, 8]
     max_restarts: int
     deadlines: DeadlineFields
 

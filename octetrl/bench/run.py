@@ -296,8 +296,8 @@ def _on_ray(arm: Arm) -> Iterator[Workers]:
     team = start_team(recipe, None, deadlines, trains=trains, build=partial(hosted_bench_worker, arm.spec))
     try:
         admission = admission_of(arm.spec, tokenizer_of(recipe), recipe.model.context_length)
-        console = Console("quiet", recipe.steps)
-        yield workers_on(team, recipe, Costs.of(arm.spec), deadlines, console, admission, trains=trains)
+        console, costs = Console("quiet", recipe.steps), Costs.of(arm.spec, recipe.cluster)
+        yield workers_on(team, recipe, costs, deadlines, console, admission, trains=trains)
     finally:
         team.close()
 

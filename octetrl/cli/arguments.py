@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from octetrl.config.cluster import ClusterConfig, local_lack
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.in_words import local_lack
 from octetrl.config.limits import MOST_GPUS
 from octetrl.config.rules_running import cluster_problems
 from octetrl.config.schema import Precision

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from octetrl.cli.check_files import turns_line
 from octetrl.config.backends import TRAITS, VLLM_VERSION, why_no_vllm
-from octetrl.config.cluster import whole_weights_problem
-from octetrl.config.in_words import describe_roles
+from octetrl.config.in_words import describe_roles, whole_weights_problem
 from octetrl.config.objective_settings import CorrectionSettings, DatasetSettings
 from octetrl.config.schema import Recipe
 from octetrl.fp8.architectures import ARCHITECTURES, Capability, architecture_of, kernel_choices

@@ -11,7 +11,7 @@ import typer
 
 from octetrl.cli.arguments import Overrides, RecipePath
 from octetrl.cli.check_machine import backend_problems_here, find_device
-from octetrl.config.cluster import one_worker
+from octetrl.config.in_words import one_worker
 from octetrl.config.load import load_recipe
 from octetrl.environments.python_object import search_beside
 from octetrl.system.errors import UserError

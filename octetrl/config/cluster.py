@@ -85,6 +85,11 @@ class ClusterConfig(Section):
     """Where the gradient is summed. local: each worker keeps float32 sums of its micro-batches, 4 bytes per weight,
     and the workers add them once per update. sharded: each worker keeps only the sums of its own rows, and the workers
     add every micro-batch's gradient."""
+    context_parallel: Literal["auto", "off", 2, 4, 8] = "off"
+    """Number of workers that train on one micro-batch together, each with a part of its tokens, and in attention with a
+    part of the heads. For long samples, of which some workers would have none. auto: 2, 4 or 8 for those long ones for
+    which others would wait. A number: as many for every micro-batch, so that each worker needs memory only for its own
+    tokens."""
     max_restarts: int = Field(default=0, ge=0, le=1_000_000)
     """Number of times that a run may restart after losing a worker. It builds all workers again and continues from its
     last checkpoint."""
@@ -137,6 +142,11 @@ class ClusterConfig(Section):
         return owners_of(self.num_groups)
 
     @property
+    def micro_batch_workers(self) -> int:
+        """Number of workers that share every micro-batch."""
+        return self.context_parallel if isinstance(self.context_parallel, int) else 1
+
+    @property
     def starts_ray(self) -> bool:
         """Whether the run starts Ray on this machine."""
         return self.uses_ray and self.address in (None, "local")
@@ -146,57 +156,9 @@ class ClusterConfig(Section):
         return self.num_workers > 1 or self.address is not None
 
 
-SEVERAL = (  # fields of a cluster without a meaning for one worker
-    *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus", "nodes", "gpus_per_node"),
-    *("workers_per_gpu", "tensor_parallel", "address", "max_staleness", "weights_in_flight", "weight_buffer"),
-)
-
-
 def owners_of(workers: int) -> int:
     """Number of `workers`, which train the same weights, that own all rows together; other groups of as many own them
     again. Up to MOST_OWNERS are one group, and so are more that do not divide into groups of over half as many."""
     half = MOST_OWNERS // 2  # of most models the rows divide evenly by it and by MOST_OWNERS
     sizes = (MOST_OWNERS, half, *range(MOST_OWNERS - 1, half, -1))
     return workers if workers <= MOST_OWNERS else next((size for size in sizes if workers % size == 0), workers)
-
-
-def one_worker(cluster: ClusterConfig) -> list[str]:
-    """The overrides that leave one worker of these: they name the fields that are set."""
-    fields = {name: ClusterConfig.model_fields[name].default for name in SEVERAL}
-    changed = [
-        f"cluster.{name}={'null' if alone is None else alone}"
-        for name, alone in fields.items()
-        if getattr(cluster, name) != alone
-    ]
-    return [*changed, "cluster.device=cpu"] if cluster.on_cpus and cluster.device != "cpu" else changed
-
-
-def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:
-    """Say that `where` has fewer GPUs than the workers need. `remedy`: what to do if fewer workers are not wanted."""
-    wanted, workers = cluster.num_gpus, cluster.num_workers
-    needs = f"{wanted} GPUs were asked for, {where} has {has}"
-    if cluster.roles is not None:
-        trainers, engines = cluster.roles
-        given = f"cluster.trainer_gpus: {trainers} with engine_gpus: {engines}"
-        fewer = f"use cluster.trainer_cpus={trainers} cluster.engine_cpus={engines} instead, remove them"
-        return f"{given}: {needs}; {'lower them' if has > 1 else fewer}, or {remedy}"
-    field = "gpus" if cluster.gpus is not None else "workers_per_gpu" if cluster.nodes is None else "nodes"
-    fewer = "lower it" if has else f"use cluster.cpus={workers} instead, remove it"
-    return f"cluster.{field}: {needs}; {fewer}, or {remedy}"
-
-
-def local_lack(cluster: ClusterConfig, visible: int) -> str | None:
-    """Say that this machine has too few GPUs for a Ray that the run starts here. None: it has enough."""
-    if visible >= cluster.num_gpus:
-        return None
-    return lacking_gpus(cluster, visible, "this machine", "give the cluster.address of a Ray cluster that has them")
-
-
-def whole_weights_problem(cluster: ClusterConfig, weight_codes: str, *, trains_fp8: bool) -> str | None:
-    """Say that the setting needs whole BF16 weights, which none of several workers has. None: it does not."""
-    if cluster.num_groups == 1 or weight_codes != "remade" or not trains_fp8:
-        return None
-    return (
-        "trainer.weight_codes: remade quantises whole weights, and each of several workers has only some rows of them;"
-        " use weight_codes: kept, or one worker"
-    )

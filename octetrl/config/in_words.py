@@ -90,3 +90,59 @@ def _changed_drafts(recipe: Recipe) -> list[str]:
     """The settings of drafts that are not the defaults. `name`, which asks for drafts, is left out."""
     names = [f"engine.speculation.{name}" for name in SpeculationConfig.model_fields if name != "name"]
     return [name for name in names if is_set(recipe, name)]
+
+
+SEVERAL = (  # fields of a cluster without a meaning for one worker
+    *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus", "nodes", "gpus_per_node"),
+    *(
+        "workers_per_gpu",
+        "tensor_parallel",
+        "context_parallel",
+        "address",
+        "max_staleness",
+        "weights_in_flight",
+        "weight_buffer",
+    ),
+)
+
+
+def one_worker(cluster: ClusterConfig) -> list[str]:
+    """The overrides that leave one worker of these: they name the fields that are set."""
+    fields = {name: ClusterConfig.model_fields[name].default for name in SEVERAL}
+    changed = [
+        f"cluster.{name}={'null' if alone is None else alone}"
+        for name, alone in fields.items()
+        if getattr(cluster, name) != alone
+    ]
+    return [*changed, "cluster.device=cpu"] if cluster.on_cpus and cluster.device != "cpu" else changed
+
+
+def lacking_gpus(cluster: ClusterConfig, has: int, where: str, remedy: str) -> str:
+    """Say that `where` has fewer GPUs than the workers need. `remedy`: what to do if fewer workers are not wanted."""
+    wanted, workers = cluster.num_gpus, cluster.num_workers
+    needs = f"{wanted} GPUs were asked for, {where} has {has}"
+    if cluster.roles is not None:
+        trainers, engines = cluster.roles
+        given = f"cluster.trainer_gpus: {trainers} with engine_gpus: {engines}"
+        fewer = f"use cluster.trainer_cpus={trainers} cluster.engine_cpus={engines} instead, remove them"
+        return f"{given}: {needs}; {'lower them' if has > 1 else fewer}, or {remedy}"
+    field = "gpus" if cluster.gpus is not None else "workers_per_gpu" if cluster.nodes is None else "nodes"
+    fewer = "lower it" if has else f"use cluster.cpus={workers} instead, remove it"
+    return f"cluster.{field}: {needs}; {fewer}, or {remedy}"
+
+
+def local_lack(cluster: ClusterConfig, visible: int) -> str | None:
+    """Say that this machine has too few GPUs for a Ray that the run starts here. None: it has enough."""
+    if visible >= cluster.num_gpus:
+        return None
+    return lacking_gpus(cluster, visible, "this machine", "give the cluster.address of a Ray cluster that has them")
+
+
+def whole_weights_problem(cluster: ClusterConfig, weight_codes: str, *, trains_fp8: bool) -> str | None:
+    """Say that the setting needs whole BF16 weights, which none of several workers has. None: it does not."""
+    if cluster.num_groups == 1 or weight_codes != "remade" or not trains_fp8:
+        return None
+    return (
+        "trainer.weight_codes: remade quantises whole weights, and each of several workers has only some rows of them;"
+        " use weight_codes: kept, or one worker"
+    )

@@ -84,6 +84,8 @@ _TRAINED = {"frozen": False}
 CUDA_CONTEXT, CPU_PROCESS = 600_000_000, 500_000_000
 STATE_BYTES = {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 + 2 / 128}  # both moments of one parameter
 OFFLOAD_ELEMENTS = 2 << 24  # elements on the device at the same time: two pieces (trainer/optimizer_states.py)
+TOKEN_BLOCK = 128  # workers that share a micro-batch have whole blocks of its tokens
+EXCHANGED = 6  # tensors of all heads that attention's backward sends or receives at a time: Q, output, its gradient
 ONE_TURN = {"reasoning_gym", "math", "jsonl", "code"}  # kinds of environments without tools
 CACHE = "KV cache"  # name of its part
 STATES = "sequence states"
@@ -315,7 +317,8 @@ def _activations(
 ) -> list[MemoryPart]:
     """where: frozen, whether lm_head and the norms are not trained; on_gpu."""
     trainer, frozen = recipe.trainer, where["frozen"]
-    tokens, keep = micro_batch_tokens(recipe), trainer.activation_checkpointing
+    keep, together = trainer.activation_checkpointing, recipe.cluster.micro_batch_workers
+    tokens = own_tokens(micro_batch_tokens(recipe), together)
     num_fp8 = len(precisions.fp8_train)
     formats = {True} if num_fp8 else set()
     formats |= {False} if num_fp8 < sum(1 for _ in spec.linears()) else set()
@@ -339,10 +342,16 @@ def _activations(
         waiting = value_bytes * spec.vocab_rows * spec.hidden_size  # lm_head's gradient, held for the embedding's
         backward += waiting if spec.tied_embeddings and not frozen else 0
     how = f"one layer's backward ({binary_size(backward)}) or {what_of} ({binary_size(logits)})"
-    return [
+    parts = [
         MemoryPart("activations", kept, f"{tokens:,} tokens, {what[keep]}", "training"),
         MemoryPart("working set", max(backward, logits), how, "training"),
     ]
+    if together > 1:
+        moved = value_bytes * tokens * EXCHANGED * spec.num_heads * spec.head_size
+        parts.append(
+            MemoryPart("exchanges", moved, f"heads of {together} workers that share a micro-batch", "training")
+        )
+    return parts
 
 
 class _LayerMemory:
@@ -446,6 +455,11 @@ def micro_batch_tokens(recipe: Recipe) -> int:
     one_turn = answers and all(one.kind in ONE_TURN and not one.tools for one in environments)
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens if one_turn else recipe.model.context_length
     return max(recipe.trainer.tokens_per_micro_batch, longest)
+
+
+def own_tokens(tokens: int, workers: int) -> int:
+    """The most of a micro-batch's tokens that one of the workers has that share it, in whole blocks."""
+    return tokens if workers == 1 else min(tokens, TOKEN_BLOCK * -(-tokens // (TOKEN_BLOCK * workers)))
 
 
 def generates(recipe: Recipe) -> bool:

@@ -100,6 +100,7 @@ OURS = {
     "speculative_config": "engine.speculation",
     "steps_per_generation": "trainer.minibatches",
     "target_modules": "model.lora.targets",
+    "ulysses_sequence_parallel_size": "cluster.context_parallel",
     "tensor_model_parallel_size": "cluster.tensor_parallel",
     "tensor_parallel_size": "cluster.tensor_parallel",
     "test_freq": "evaluation.every",

@@ -271,6 +271,18 @@ SHARED_MODEL = apart(  # a worker has a part of the model
     "engine.speculation.name algorithm.name=ppo|reward_model|distill algorithm.reference_every"
     " environment.reward_model",
 )
+CONTEXT_PARALLEL = (  # several workers have one micro-batch
+    *apart(
+        "cluster.context_parallel",
+        "cluster.tensor_parallel>1 rollout.learn_beside_tail algorithm.name=ppo|reward_model|distill",
+    ),
+    Rule(
+        "cluster.context_parallel ?cluster.gpus ?cluster.cpus",
+        "{r.cluster.num_trainers} workers that train do not make groups of {}; give a multiple of it, or use auto",
+        value_is=lambda size: isinstance(size, int),
+        when=lambda r: r.cluster.num_trainers % int(r.cluster.context_parallel) > 0,
+    ),
+)
 BESIDE_TAIL = (  # docs/scale.md has the reasons
     *apart(
         "rollout.learn_beside_tail",
@@ -299,4 +311,4 @@ BESIDE_TAIL = (  # docs/scale.md has the reasons
         lambda r: "self_normalize" in (value(r, "algorithm.corrections") or ()),
     ),
 )
-RUNNING = (*ENGINE, *VLLM, *SERVER, *OPENAI, *CLUSTER, *ROLES, *SHARED_MODEL)
+RUNNING = (*ENGINE, *VLLM, *SERVER, *OPENAI, *CLUSTER, *ROLES, *SHARED_MODEL, *CONTEXT_PARALLEL)

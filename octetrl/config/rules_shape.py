@@ -12,7 +12,7 @@ from octetrl.config.rules_training import LENGTHS
 from octetrl.config.schema import Recipe
 from octetrl.config.section import Problem
 from octetrl.shapes.blocks import StackedLinearLayout
-from octetrl.shapes.model_cuts import allowed_sizes, why_not_cut
+from octetrl.shapes.model_cuts import allowed_sizes, sharing_sizes, why_not_cut, why_not_shared
 from octetrl.shapes.spec import ModelSpec
 
 BLOCK = 128  # rows of a block with one scale; of fp8/format.py, which needs torch
@@ -35,6 +35,10 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if size > 1 and (why := why_not_cut(spec, size)) is not None:
         allowed = " or ".join(map(str, allowed_sizes(spec)))
         yield _problem("cluster.tensor_parallel", f"{size}, but {why}; use {allowed}")
+    context = recipe.cluster.context_parallel
+    if isinstance(context, int) and (why := why_not_shared(spec, context)) is not None:
+        allowed = " or ".join(("off", *map(str, sharing_sizes(spec))))
+        yield _problem("cluster.context_parallel", f"{context}, but {why}; use {allowed}")
     name = recipe.algorithm.name
     if spec.outer_config is not None and (name == "reward_model" or (name == "ppo" and recipe.critic.path is None)):
         text = f"'{name}' needs a scalar head, and this model is a part of one that reads images"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from octetrl.shapes.spec import ModelSpec
 from octetrl.shapes.tensor_cut import CUT_ROWS, VOCAB_CHUNK, WHOLE_MODEL, TensorCut
 
+SHARING = (2, 4, 8)  # numbers of workers that may train on one micro-batch together
 MOST_WORKERS = 64  # largest tensor-parallel group that `allowed_sizes` tries
 
 
@@ -30,6 +31,21 @@ def why_not_cut(spec: ModelSpec, size: int) -> str | None:
     if chunks < size:
         return f"the vocabulary of {spec.vocab_size:,} has {chunks} chunks of {VOCAB_CHUNK:,}, fewer than {size}"
     return None
+
+
+def why_not_shared(spec: ModelSpec, size: int) -> str | None:
+    """Say why `size` workers cannot train on one micro-batch together, each with all its tokens of some heads. None:
+    they can."""
+    if any(block.is_whole_layer or block.state_bytes(spec, 2) for block in spec.distinct_blocks):
+        return f"the blocks of {spec.family} need all tokens on one worker"
+    if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
+        return f"the model's {spec.num_heads} heads and {spec.num_kv_heads} KV heads do not divide among {size} workers"
+    return None
+
+
+def sharing_sizes(spec: ModelSpec) -> tuple[int, ...]:
+    """The numbers of workers that can train on one micro-batch of this model together, ascending."""
+    return tuple(size for size in SHARING if why_not_shared(spec, size) is None)
 
 
 def allowed_sizes(spec: ModelSpec) -> Iterator[int]:

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
-from octetrl.config.cluster import one_worker
+from octetrl.config.in_words import one_worker
 from octetrl.records import RolloutStatus
 from octetrl.system.errors import UserError
 from octetrl.system.text import counted, printable

@@ -143,9 +143,10 @@ class ContextTrainer(Trainer):
     def prepare(self, batch: PackedBatch, kv: KVReplay) -> TrainCall:
         call = super().prepare(batch, kv)
         reported = [sum(one.reports for one in minibatch) for minibatch in batch.minibatches]
-        counts = zip(*self.peers.gather_records(reported, "micro-batches"), strict=True)
+        of_workers = self.peers.gather_records(reported, "micro-batches")
+        counts = map(sum, zip(*of_workers, strict=True))
         call.steps = tuple(
-            replace(step, num_micro_batches=sum(of_workers)) for step, of_workers in zip(call.steps, counts, strict=True)
+            replace(step, num_micro_batches=count) for step, count in zip(call.steps, counts, strict=True)
         )
         return call
 

@@ -67,6 +67,8 @@ def held_out_sums(trainer: Trainer | RewardTrainer, batch: PackedBatch, kv: KVRe
             if inputs.chosen_N is not None:
                 found = replace(found, loss_N=_of_pairs(found.loss_N, inputs.sequence_N))
         of_pairs = {name: found.metrics.get(f"preference/{name}") for name in OF_PAIRS}
+        if not micro_batch.reports:
+            continue
         values = {
             "loss": found.loss_N,
             **{name: values_I for name, values_I in of_pairs.items() if values_I is not None},

@@ -26,11 +26,13 @@ from typing import NamedTuple
 
 import torch
 
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.memory import TOKEN_BLOCK
 from octetrl.records import GenerationRequest, MicroBatch, PackedBatch, SharedBy
+from octetrl.shapes.model_cuts import SHARING, sharing_sizes
 from octetrl.shapes.spec import ModelSpec, pair_products, token_weights
 
 DRAWN_KEPT = 1 << 16  # turns whose worker is remembered; a server's session has no end
-TOKEN_BLOCK = 128  # tokens with one scale along them, which stay on one worker
 EXCHANGES = 1.03  # cost of a shared micro-batch, relative to the same without exchanges; a formula's, not measured
 UNKNOWN_SHARE = 0.5  # of max_new_tokens, where a request's length is not known
 Said = tuple[Sequence[int], Sequence[float]]  # tokens of an unfinished answer and their log-probs
@@ -266,12 +268,23 @@ class Costs:
     groups: tuple[int, ...] = (1,)  # numbers of workers that may share a micro-batch, ascending
 
     @classmethod
-    def of(cls, spec: ModelSpec, groups: tuple[int, ...] = (1,)) -> Costs:
+    def of(cls, spec: ModelSpec, cluster: ClusterConfig | None = None) -> Costs:
+        """`cluster`: of a run whose workers may share a micro-batch."""
+        groups = (1,) if cluster is None else _groups(spec, cluster)
         return cls(float(token_weights(spec)), pair_products(spec).computed / 7, groups)
 
     def micro_batch(self, micro_batch: MicroBatch) -> float:
         lengths_B = micro_batch.cu_seqlens_B1.diff().double()
         return float(self.token * lengths_B.sum() + self.pair * lengths_B.square().sum())
+
+
+def _groups(spec: ModelSpec, cluster: ClusterConfig) -> tuple[int, ...]:
+    """By `cluster.context_parallel`. With `auto` a group stays on one machine, if the recipe says how large that is."""
+    if cluster.context_parallel != "auto":
+        return (cluster.micro_batch_workers,)
+    here = (cluster.gpus_per_node or 0) * cluster.workers_per_gpu or max(SHARING)
+    most = min(here & -here, cluster.num_trainers)
+    return 1, *(size for size in sharing_sizes(spec) if size <= most)
 
 
 def deal(batch: PackedBatch, workers: int, costs: Costs) -> list[PackedBatch]:
@@ -300,9 +313,9 @@ class WorkerPlace(NamedTuple):
 def placed(
     costs: Sequence[float], tokens: Sequence[int], workers: int, groups: Sequence[int] = (1,)
 ) -> list[WorkerPlace]:
-    """The workers of each micro-batch. A costly one goes to the smallest group that brings it below half of a fair share;
-    groups begin at multiples of their size. `groups`: their sizes, ascending. If 1 is one of them, groups are formed
-    only where the last worker ends earlier."""
+    """The workers of each micro-batch. A costly one goes to the smallest group that brings it below half of a fair
+    share; groups begin at multiples of their size. `groups`: their sizes, ascending. If 1 is one of them, groups are
+    formed only where the last worker ends earlier."""
     alone = [WorkerPlace(owner) for owner in shared_out(costs, workers)]
     if groups == (1,):
         return alone

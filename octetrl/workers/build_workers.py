@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octetrl.config.cluster import whole_weights_problem
+from octetrl.config.in_words import whole_weights_problem
 from octetrl.config.schema import Recipe
 from octetrl.data.tokenizer import Tokenizer
 from octetrl.engine.admission import Admission
@@ -49,7 +49,7 @@ def build_workers(recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer, console
         if recipe.algorithm.name == "reward_model":
             return Workers(team, console, costs=Costs.of(spec), trains=trains)
         admission = admission_of(spec, tokenizer, recipe.model.context_length)
-        return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
+        return workers_on(team, recipe, Costs.of(spec, recipe.cluster), deadlines, console, admission, trains=trains)
     except BaseException:
         team.close()
         raise

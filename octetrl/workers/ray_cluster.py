@@ -31,7 +31,8 @@ import torch
 from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from octetrl.config.cluster import ClusterConfig, lacking_gpus, local_lack
+from octetrl.config.cluster import ClusterConfig
+from octetrl.config.in_words import lacking_gpus, local_lack
 from octetrl.system.errors import RunFailed, Terminated, UserError
 from octetrl.system.host import short_waits
 from octetrl.system.process import terminable

@@ -57,6 +57,7 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
 from octetrl.telemetry.mismatch import mismatch_of
 from octetrl.trainer.checkpoint import Checkpoint
+from octetrl.trainer.context_parallel import ContextTrainer
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout
 from octetrl.trainer.peers import ALONE, Peers
@@ -99,7 +100,8 @@ class Worker(SavedWorker):
         self.peers, self.loaded = peers, models.count
         self.trainer_model = models.trainer_model()
         self.engine_model = models.engine_model(self.trainer_model)
-        self.trainer = Trainer(
+        shares = recipe.cluster.context_parallel != "off" and peers.share.count > 1
+        self.trainer = (ContextTrainer if shares else Trainer)(
             self.trainer_model,
             config=recipe.trainer,
             algorithm=algorithm,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octetrl.config.cluster import local_lack
-from octetrl.config.in_words import describe_roles, describe_tail, without_effect
+from octetrl.config.in_words import describe_roles, describe_tail, local_lack, without_effect
 from octetrl.config.rules_environment import refuse_for_turns
 from octetrl.config.schema import ClusterConfig, ModelConfig, Recipe
 from octetrl.config.validate import build_recipe

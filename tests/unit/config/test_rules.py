@@ -40,6 +40,7 @@ SERVER = {"engine.backend": "openai", "engine.openai.base_url": "http://host:800
 TEXT = {**SERVER, "engine.openai.answers": "text"}
 TAIL = {"rollout.learn_beside_tail": True, "cluster.cpus": 2}
 SHARED = {"cluster.cpus": 2, "cluster.tensor_parallel": 2}
+TOGETHER = {"cluster.cpus": 2, "cluster.context_parallel": "auto"}
 JUDGE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 PRESET = {"model.path": None, "model.preset": "tiny", "model.init": "random", "model.tokenizer": "t"}
 FILE = {"kind": "jsonl", "dataset": "b.jsonl"}
@@ -304,6 +305,10 @@ EXAMPLES: list[Changes] = [
     {**TAIL, "trainer.epochs": 2},
     {**TAIL, "trainer.gradients": "bfloat16"},
     {**TAIL, "trainer.router.z_loss": 0.1},
+    {**TOGETHER, "cluster.tensor_parallel": 2},
+    {**TOGETHER, **TAIL},
+    {**TOGETHER, "algorithm.name": "ppo"},
+    {"cluster.cpus": 3, "cluster.context_parallel": 2},
     {**TAIL, "trainer.router.balance_loss": 0.1},
     {**TAIL, "cluster.gradients": "sharded"},
     {**TAIL, "cluster.cpus": 4, "cluster.tensor_parallel": 2},

@@ -59,6 +59,23 @@ def test_any_number_of_workers_draws_the_same_and_measures_the_same(
     assert {worker for worker, verb in team.begun if verb == "submit"} == set(range(0, count, size))
 
 
+def test_workers_that_share_every_micro_batch_learn_as_one_does(model: Path, tmp_path: Path) -> None:
+    """In FP8, with equal log-probs, over two steps. A step is one micro-batch here, on which one worker would wait."""
+    changes = {**LEARNING, "steps": 2, "trainer.tokens_per_micro_batch": 4096, "trainer.optimizer.lr": 1e-4}
+    with run_on(0, model, tmp_path, **changes) as run:
+        _, lines = steps_of(run, 2)
+    with run_on(2, model, tmp_path, **changes, **{"cluster.context_parallel": "auto"}) as run:
+        given, deal = list[Any](), run.workers._parts
+        run.workers._parts = lambda batch: given.append(deal(batch)) or given[-1]  # type: ignore[method-assign]
+        _, shared = steps_of(run, 2)
+    for parts in given:
+        (first,), (second,) = (part.minibatches[0] for (part,) in parts)
+        assert first.shared == second.shared is not None and (first.reports, second.reports) == (True, False)
+    for line, mine in zip(lines, shared, strict=True):
+        assert (mine["mismatch/max_abs_diff"], mine["mismatch/tokens"]) == (0.0, line["mismatch/tokens"])
+    assert_same_measures(shared[0], lines[0])
+
+
 @pytest.mark.parametrize("engines", [0, 2], ids=["all", "separate"])
 def test_every_worker_that_generates_remembers_earlier_answers(engines: int, model: Path, tmp_path: Path) -> None:
     drafts: dict[str, Any] = {"engine.speculation": {"name": "ngram"}, "engine.max_batch": 8, "precision": "bf16"}

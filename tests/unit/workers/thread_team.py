@@ -107,7 +107,7 @@ def workers_of(
 ) -> Workers:
     admission = admission_of(spec, tokenizer, recipe.model.context_length)
     deadlines = Deadlines(recipe.cluster.deadlines)
-    return workers_on(team, recipe, Costs.of(spec), deadlines, console, admission, trains=trains)
+    return workers_on(team, recipe, Costs.of(spec, recipe.cluster), deadlines, console, admission, trains=trains)
 
 
 @contextmanager

@@ -112,7 +112,9 @@ class _AttentionShared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q_tHD, *kv, out_tHD, lse2_Th, sinks_H = ctx.saved_tensors
-        found = shared_backward(grads[0], q_tHD, ReplayedKV(*kv), out_tHD, lse2_Th, *ctx.settings, sinks_H)
+        context, softmax_scale, window = ctx.settings
+        saved = ReplayedKV(*kv), out_tHD, lse2_Th
+        found = shared_backward(grads[0], q_tHD, *saved, context, softmax_scale, window, sinks_H)
         return (*found, None, None, None, None)
 
 

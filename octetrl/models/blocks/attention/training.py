@@ -66,13 +66,13 @@ def attend(
 ) -> tuple[Attended, tuple[Tensor, ReplayedKV]]:
     """Attention over q, k and v, contiguous, and what `_rotated` gave."""
     rotated = q_THD, kv = _rotated(attention, qkv_TX, inputs, observe)
-    context, settings = inputs.context, (attention.softmax_scale, attention.window, attention.sinks)
+    context, scale, others = inputs.context, attention.softmax_scale, (attention.window, attention.sinks)
     with part("attention_forward"):
         if context.group is None:
             bounds = context.cu_seqlens_B1, context.max_seqlen
-            out_THD, lse2_TH = attention_packed_forward_triton(q_THD, kv, *bounds, *settings)
+            out_THD, lse2_TH = attention_packed_forward_triton(q_THD, kv, *bounds, scale, *others)
         else:
-            out_THD, lse2_TH = shared_forward(q_THD, kv, context, *settings)
+            out_THD, lse2_TH = shared_forward(q_THD, kv, context, scale, *others)
     if attention.probe is not None:
         k_TKD, v_TKD = values_of(kv)
         attention.probe(attention.layer, "rotated q", q_THD)

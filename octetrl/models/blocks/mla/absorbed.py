@@ -106,11 +106,11 @@ def attend_packed(
 
 def _of_own_heads(
     group: TokenGroup, q_THN: Tensor, q_THR: Tensor, value_TC: Tensor, key_TR: Tensor, kv_b: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The operands for all tokens of the heads that this worker has, from those of own tokens."""
     num_heads = q_THN.shape[1]
     own = kv_b.view(num_heads, -1, kv_b.shape[1])[group.heads(num_heads)].flatten(0, 1)
-    return *map(group.to_heads, (q_THN, q_THR)), *map(group.join_rows, (value_TC, key_TR)), own
+    return group.to_heads(q_THN), group.to_heads(q_THR), group.join_rows(value_TC), group.join_rows(key_TR), own
 
 
 class AttentionGradients(NamedTuple):
