@@ -153,14 +153,17 @@ def compare_packs(
     shape = (cu_seqlens_of(lengths), max(lengths), SCALE)
     out, lse2 = attention_packed.attention_packed_forward_reference(q, kv, *shape)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-    wants = attention_packed.attention_packed_backward_reference(dout, q, kv, out, lse2, *shape)
+    in_float32 = {"kv_dtype": torch.float32}  # as workers that share a head need dK and dV
+    wants = attention_packed.attention_packed_backward_reference(dout, q, kv, out, lse2, *shape, **in_float32)
     used = sum(lengths)
     q, k, v, dout = (x.clone() for x in (q, kv.k_TKD, kv.v_TKD, dout))
     for x in (q, k, v, dout, out, lse2):
         x[used:] = float("nan")
     tiles = BackwardTiles(Tile(*dq, 4, 1), Tile(*dkdv, 4, 1))
     kv = kv._replace(k_TKD=k, v_TKD=v)
-    got = attention_packed_backward.attention_packed_backward_triton(dout, q, kv, out, lse2, *shape, tiles=tiles)
+    backward = attention_packed_backward.attention_packed_backward_triton
+    got = backward(dout, q, kv, out, lse2, *shape, tiles=tiles, **in_float32)
+    assert [one.dtype for one in got] == [torch.bfloat16, torch.float32, torch.float32]
     errors = {name: distance(g[:used], w[:used]) for name, g, w in zip(("dq", "dk", "dv"), got, wants, strict=True)}
     return errors | {"past": float(sum(g[used:].count_nonzero() for g in got))}
 

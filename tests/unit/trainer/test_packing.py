@@ -51,6 +51,7 @@ def test_dtypes_of_all_fields() -> None:
     (micro_batch,) = micro_batches(pack(pair, PackingLayout(16), "token"))
     found = {field.name: getattr(micro_batch, field.name) for field in fields(micro_batch)}
     assert type(found.pop("max_seqlen")) is int
+    assert (found.pop("shared"), found.pop("reports")) == (None, True)
     float32s = ("weights_N", "advantages_N", "generator_logprobs_N", "temperatures_N")
     others = {"cu_seqlens_B1": torch.int32}
     expected = others | dict.fromkeys(float32s, torch.float32) | dict.fromkeys(("chosen_N", "cut_off_N"), torch.bool)
