@@ -86,10 +86,9 @@ class ClusterConfig(Section):
     and the workers add them once per update. sharded: each worker keeps only the sums of its own rows, and the workers
     add every micro-batch's gradient."""
     context_parallel: Literal["auto", "off", 2, 4, 8] = "off"
-    """Number of workers that train on one micro-batch together, each on a part of its tokens. Use it for samples so long
-    that other workers wait for the one that has them, or that one worker has no memory for them. auto: 2, 4 or 8, where
-    a step ends earlier by it. A number: so many for every micro-batch, and each has the activations of its part. off:
-    1."""
+    """Number of workers that train on one micro-batch together, each on a part of its tokens. Use it for samples that
+    are too long for the memory of one worker, or for which the other workers wait. auto: 2, 4 or 8, where a step ends
+    earlier by it. A number: so many for every micro-batch, and each has the activations of its part. off: one."""
     max_restarts: int = Field(default=0, ge=0, le=1_000_000)
     """Number of times that a run may restart after losing a worker. It builds all workers again and continues from its
     last checkpoint."""
