@@ -9,7 +9,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-outside test-processors test-gpu test-faults lint types fmt schema docs clean
+.PHONY: help demo test test-outside test-processors test-gpu test-machines test-faults lint types fmt schema docs clean
 
 ifeq ($(origin PYTHON), undefined)
 PYTHON := .venv/bin/python
@@ -26,7 +26,7 @@ test: export PYTHONDONTWRITEBYTECODE =  # a hundred processes would compile the 
 test: lint  ## lint, types (beside the tests, shown last) and all tests that need no GPU, in JOBS=3 processes
 	@bash setup/bubblewrap.sh || true
 	@mkdir -p build; $(PYTHON) -m mypy >build/types.txt 2>&1 & beside=$$! failed=0; \
-	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu" || failed=$$?; \
+	$(PYTHON) -m pytest -n $(or $(JOBS),3) --dist worksteal --durations=25 --durations-min=5 -m "not gpu and not machines" || failed=$$?; \
 	wait $$beside || failed=$$?; echo "$(PYTHON) -m mypy"; cat build/types.txt; exit $$failed
 
 test-outside: $(READY)  ## the tests against packages that the project does not depend on, in build/outside (about 4 GB)
@@ -37,6 +37,9 @@ test-processors: $(READY)  ## the numeric tests as on five processors; SETTING=n
 
 test-gpu: $(READY)  ## the tests that need a Hopper GPU, in JOBS=6 processes a GPU on all GPUs; fails without one
 	OCTETRL_REQUIRE=gpu $(PYTHON) -m pytest -n $$(($(or $(JOBS),6) * $$($(PYTHON) -m tests.gpu_order))) --dist loadgroup -m gpu
+
+test-machines: $(READY)  ## runs on three machines, which are network namespaces of this one: needs root
+	OCTETRL_REQUIRE=machines $(PYTHON) -m pytest -m machines --durations=0
 
 test-faults: $(READY)  ## run 1,000 agents; strain boxes; kill a run on several workers at MOMENTS=20 random moments; SEED=n repeats those of a run
 	$(PYTHON) -m tests.e2e.many_agents

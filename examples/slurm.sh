@@ -21,12 +21,17 @@ address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | 
 
 srun --nodes=1 --ntasks=1 --overlap --nodelist="$first" \
   ray start --head --node-ip-address="${address%:*}" --port=6379 --num-gpus="$gpus" --block &
-until ray status --address="$address" >/dev/null 2>&1; do sleep 1; done
+started=$!
+until ray status --address="$address" >/dev/null 2>&1; do kill -0 "$started"; sleep 1; done
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
-  srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --overlap --exclude="$first" \
-    ray start --address="$address" --num-gpus="$gpus" --block &
+  srun --nodes=$((SLURM_JOB_NUM_NODES - 1)) --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --overlap --kill-on-bad-exit \
+    --exclude="$first" ray start --address="$address" --num-gpus="$gpus" --block &
+  started=$!
 fi
-until [ "$(ray status --address="$address" 2>/dev/null | grep -c ' node_')" -ge "$SLURM_JOB_NUM_NODES" ]; do sleep 1; done
+until [ "$(ray status --address="$address" 2>/dev/null | grep -c ' node_')" -ge "$SLURM_JOB_NUM_NODES" ]; do
+  kill -0 "$started" # a machine whose Ray did not start ends the job
+  sleep 1
+done
 
 octetrl train "$@" cluster.address="$address" cluster.nodes="$SLURM_JOB_NUM_NODES" cluster.gpus_per_node="$gpus" \
   --resume auto

@@ -36,6 +36,7 @@ NEEDS = {
     "trackers": "wandb, mlflow, trackio, swanlab: setup/outside_packages.sh runs their tests",
     "ray": "Ray: runs on several workers",
     "real-model": "a pretrained model's folder, which setup/smollm2.sh makes",
+    "machines": "root and network namespaces: runs on several machines",
     "two-gpus": "two GPUs of one machine: workers on GPUs of their own",
 }
 _MARK = "not run: "

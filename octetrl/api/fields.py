@@ -99,6 +99,7 @@ class ClusterFields(TypedDict, total=False):
     address: str | None
     nodes: int | None
     gpus_per_node: int | None
+    cpus_per_node: int | None
     workers_per_gpu: int
     tensor_parallel: int
     gradients: Literal["local", "sharded"]
@@ -143,6 +144,7 @@ class DeadlineFields(TypedDict, total=False):
     first_seconds: float
     times_usual: float
     least_seconds: float
+    machines_seconds: float
 
 
 class EarlyStoppingFields(TypedDict, total=False):

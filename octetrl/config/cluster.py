@@ -27,6 +27,9 @@ class DeadlineConfig(Section):
     bound."""
     least_seconds: float = Field(default=300.0, gt=0.0)
     """Lower bound of the limit that `times_usual` sets, in seconds."""
+    machines_seconds: float = Field(default=10.0, ge=0.0)
+    """Longest time that a run waits for machines and GPUs that the Ray cluster lacks, in seconds: at its start, and
+    when it builds its workers again (`max_restarts`). So a machine may join late, or come back."""
 
 
 class ClusterConfig(Section):
@@ -74,6 +77,8 @@ class ClusterConfig(Section):
     the machines."""
     gpus_per_node: int | None = Field(default=None, ge=1, le=1_024)
     """Number of GPUs on each of the `nodes`. The run uses nodes x gpus_per_node GPUs; leave `gpus` out."""
+    cpus_per_node: int | None = Field(default=None, ge=1, le=1_024)
+    """Number of workers on the CPU of each of the `nodes`, instead of `gpus_per_node`."""
     workers_per_gpu: int = Field(default=1, ge=1, le=8)
     """Number of workers that share one GPU. Use it to test many workers on one GPU; it is never faster. `trainer_gpus`
     and `engine_gpus` then count workers: with 1 of each, 2 makes both use one GPU."""
@@ -101,10 +106,15 @@ class ClusterConfig(Section):
             return sum(self.roles)
         if self.cpus is not None:
             return self.cpus
-        gpus = self.gpus or 1
-        if self.nodes is not None and self.gpus_per_node is not None:
-            gpus = self.nodes * self.gpus_per_node
-        return gpus * self.workers_per_gpu
+        places = self.gpus or 1
+        if self.nodes is not None and self.per_node is not None:
+            places = self.nodes * self.per_node
+        return places * self.workers_per_gpu
+
+    @property
+    def per_node(self) -> int | None:
+        """Number of GPUs, or of workers on the CPU, on each of the `nodes`."""
+        return self.gpus_per_node if self.cpus_per_node is None else self.cpus_per_node
 
     @property
     def roles(self) -> tuple[int, int] | None:
@@ -123,7 +133,7 @@ class ClusterConfig(Section):
     @property
     def on_cpus(self) -> bool:
         """Whether the recipe gives a number of workers on the CPU."""
-        return self.cpus is not None or self.trainer_cpus is not None
+        return any(number is not None for number in (self.cpus, self.cpus_per_node, self.trainer_cpus))
 
     @property
     def num_gpus(self) -> int:

@@ -93,16 +93,9 @@ def _changed_drafts(recipe: Recipe) -> list[str]:
 
 
 SEVERAL = (  # fields of a cluster without a meaning for one worker
-    *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus", "nodes", "gpus_per_node"),
-    *(
-        "workers_per_gpu",
-        "tensor_parallel",
-        "context_parallel",
-        "address",
-        "max_staleness",
-        "weights_in_flight",
-        "weight_buffer",
-    ),
+    *("gpus", "cpus", "trainer_gpus", "engine_gpus", "trainer_cpus", "engine_cpus"),
+    *("nodes", "gpus_per_node", "cpus_per_node", "workers_per_gpu", "tensor_parallel", "context_parallel", "address"),
+    *("max_staleness", "weights_in_flight", "weight_buffer"),
 )
 
 

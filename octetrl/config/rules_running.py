@@ -17,6 +17,8 @@ from octetrl.system.names import HOW, is_address
 
 _URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CPUS, _PER_NODE = ("cpus", "cpus_per_node", "trainer_cpus"), ("gpus_per_node", "cpus_per_node")
+_NO_CPUS = " ".join(f"(cluster.{name}=null)" for name in _CPUS)
 _ALL_ROLES = " ".join(f"?{name}" for name in ROLE_FIELDS)
 
 
@@ -60,9 +62,9 @@ ENGINE = (
 VLLM = (
     *apart(
         "engine.backend=vllm",
-        "cluster.cpus cluster.trainer_cpus cluster.weights_in_flight engine.speculation.name engine.prefix_cache=keep"
-        f" model.lora model.dtype fp8.kv_cache={'|'.join(sorted(SCALE_PER_TOKEN))} fp8.kv_cache_tensors"
-        " fp8.emulate=true fp8.format",
+        "cluster.cpus cluster.cpus_per_node cluster.trainer_cpus cluster.weights_in_flight engine.speculation.name"
+        f" engine.prefix_cache=keep model.lora model.dtype fp8.kv_cache={'|'.join(sorted(SCALE_PER_TOKEN))}"
+        " fp8.kv_cache_tensors fp8.emulate=true fp8.format",
     ),
     *together(
         *(
@@ -70,7 +72,7 @@ VLLM = (
             for name in SpeculationConfig.model_fields
             if name != "name"
         ),
-        "cluster.device=cpu engine.backend=vllm (cluster.cpus=null) (cluster.trainer_cpus=null)",
+        f"cluster.device=cpu engine.backend=vllm {_NO_CPUS}",
     ),
     Rule(
         "cluster.tensor_parallel engine.backend=vllm cluster.gpus_per_node",
@@ -168,12 +170,13 @@ CLUSTER = (
         *(
             f"cluster.{name} cluster.{other}"
             for name in ("trainer_gpus", "trainer_cpus", "cpus")
-            for other in ("gpus", "cpus", "nodes", "gpus_per_node")
+            for other in ("gpus", "cpus", "nodes", "gpus_per_node", "cpus_per_node")
             if name != other
         ),
-        *(f"cluster.{name} cluster.device=cuda" for name in ("cpus", "trainer_cpus")),
-        *(f"cluster.workers_per_gpu cluster.{name}" for name in ("cpus", "trainer_cpus")),
-        "cluster.gpus cluster.nodes cluster.gpus_per_node",
+        *(f"cluster.{name} cluster.device=cuda" for name in _CPUS),
+        *(f"cluster.workers_per_gpu cluster.{name}" for name in _CPUS),
+        *(f"cluster.gpus cluster.nodes cluster.{name}" for name in _PER_NODE),
+        "cluster.gpus_per_node cluster.cpus_per_node",
     ),
     Rule(
         _ALL_ROLES,
@@ -188,17 +191,17 @@ CLUSTER = (
         lambda r: r.cluster.num_workers % r.cluster.workers_per_gpu > 0,
     ),
     Rule(
-        "cluster.device=cpu (cluster.cpus=null) (cluster.trainer_cpus=null) ?cluster.gpus",
+        f"cluster.device=cpu {_NO_CPUS} ?cluster.gpus",
         "cpu has no GPUs; give the number of workers as cluster.cpus, or remove device",
         lambda r: r.cluster.uses_ray or r.cluster.gpus is not None,
     ),
     Rule(
-        "?cluster.nodes ?cluster.gpus_per_node",
-        "needs cluster.gpus_per_node, and the reverse; give both, or only cluster.gpus",
-        lambda r: (r.cluster.nodes is None) != (r.cluster.gpus_per_node is None),
+        "?cluster.nodes ?cluster.gpus_per_node ?cluster.cpus_per_node",
+        "needs cluster.gpus_per_node (on a CPU cpus_per_node), and the reverse; give both, or only cluster.gpus",
+        lambda r: (r.cluster.nodes is None) != (r.cluster.per_node is None),
     ),
     Rule(
-        "cluster.nodes>1 (cluster.gpus_per_node) (cluster.gpus=null) ?cluster.address",
+        "cluster.nodes>1 (cluster.gpus=null) ?cluster.address",
         "several machines need a running Ray cluster; give its cluster.address, or use gpus",
         lambda r: r.cluster.address in (None, "local"),
     ),

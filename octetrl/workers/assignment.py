@@ -282,7 +282,7 @@ def _groups(spec: ModelSpec, cluster: ClusterConfig) -> tuple[int, ...]:
     """By `cluster.context_parallel`. With `auto` a group stays on one machine, if the recipe says how large that is."""
     if cluster.context_parallel != "auto":
         return (cluster.micro_batch_workers,)
-    here = (cluster.gpus_per_node or 0) * cluster.workers_per_gpu or max(SHARING)
+    here = (cluster.per_node or 0) * cluster.workers_per_gpu or max(SHARING)
     most = min(here & -here, cluster.num_trainers)
     return 1, *(size for size in sharing_sizes(spec) if size <= most)
 

@@ -165,7 +165,7 @@ class HostedWorker:
     def _device(self) -> torch.device:
         """The worker's device. It uses its share of the machine's cores."""
         cluster = self._plan.recipe.cluster
-        here = cluster.gpus_per_node * cluster.workers_per_gpu if cluster.gpus_per_node else self._plan.count
+        here = cluster.per_node * cluster.workers_per_gpu if cluster.per_node else self._plan.count
         torch.set_num_threads(cluster.cpu_threads or max(1, num_cores() // here))
         return torch.device("cuda", 0) if self._gpu else torch.device("cpu")
 

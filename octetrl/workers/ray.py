@@ -117,8 +117,8 @@ class RayTeam(ProcessTeam):
         options: dict[str, Any] = {"max_concurrency": CALLS_AT_ONCE, "max_restarts": 0, "num_cpus": 0}
         if cluster.num_gpus:
             options["num_gpus"] = 1 / cluster.workers_per_gpu
-        if cluster.nodes is not None and cluster.gpus_per_node is not None:
-            self._places = reserve_nodes(cluster.nodes, cluster.gpus_per_node)
+        if cluster.nodes is not None:
+            self._places = reserve_nodes(cluster)
         if self._logs is not None:
             (self._logs / "logs").mkdir(parents=True, exist_ok=True)
         actor = ray.remote(_RayWorker)

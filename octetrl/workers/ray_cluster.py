@@ -43,8 +43,6 @@ from octetrl.workers.ray_daemons import Daemons
 OBJECT_STORE_BYTES = 1 << 30  # shared memory for records on their way; a batch is tens of megabytes
 LEAST_STORE_BYTES = 80 << 20  # that Ray accepts
 WATCHER_SECONDS = 30.0
-FREED_SECONDS = 5.0  # until Ray knows that a GPU is free again
-PLACES_SECONDS = 30  # until GPUs of several machines are reserved
 
 
 _WATCHERS: dict[int, int] = {}  # process of each watcher -> descriptor of its pipe
@@ -277,43 +275,54 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _free_gpus() -> int:
-    return int(ray.available_resources().get("GPU", 0))
-
-
 def _check_places(cluster: ClusterConfig) -> None:
-    wanted = cluster.num_gpus
-    if not wanted:
-        return
-    there, free = int(ray.cluster_resources().get("GPU", 0)), _free_gpus()
-    until = time.monotonic() + FREED_SECONDS
-    while free < wanted <= there and time.monotonic() < until:  # workers that have just ended
+    """Waits for machines that join late, and for GPUs of workers that have just ended. Raises UserError."""
+    until = time.monotonic() + cluster.deadlines.machines_seconds
+    while (lack := _lack(cluster)) is not None:
+        if time.monotonic() > until:
+            raise UserError(lack)
         time.sleep(0.1)
-        free = _free_gpus()
+
+
+def _lack(cluster: ClusterConfig) -> str | None:
+    """What the running Ray has too little of; None: it has all that the workers need."""
+    wanted = cluster.num_gpus
+    there, free = (int(now.get("GPU", 0)) for now in (ray.cluster_resources(), ray.available_resources()))
     if there < wanted:
-        raise UserError(lacking_gpus(cluster, there, "the Ray cluster", "add machines with GPUs"))
+        return lacking_gpus(cluster, there, "the Ray cluster", "add machines with GPUs")
     if free < wanted:
-        raise UserError(
+        return (
             f"cluster.gpus: {wanted} were asked for, {free} of the Ray cluster's {there} are free; wait for the others,"
-            f" or lower it"
+            " or lower it"
         )
-    if cluster.nodes is not None and cluster.gpus_per_node is not None:
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        large = [resources for resources in alive if resources.get("GPU", 0) >= cluster.gpus_per_node]
-        if len(large) < cluster.nodes:
-            raise UserError(
-                f"cluster.nodes: {cluster.nodes} machines with {cluster.gpus_per_node} GPUs were asked for, the Ray"
-                f" cluster has {len(large)}; lower one of the two, or give cluster.gpus alone"
-            )
+    if cluster.nodes is None or cluster.per_node is None:
+        return None
+    kind = _kind(cluster)
+    alive = [node["Resources"].get(kind, 0) for node in ray.nodes() if node["Alive"]]
+    large = sum(number >= cluster.per_node for number in alive)
+    if large >= cluster.nodes:
+        return None
+    return (
+        f"cluster.nodes: {cluster.nodes} machines with {cluster.per_node} {kind}s were asked for, the Ray cluster has"
+        f" {large}; start Ray on the others (cluster.deadlines.machines_seconds waits for them), lower one of the two,"
+        f" or give cluster.{kind.lower()}s alone"
+    )
 
 
-def reserve_nodes(nodes: int, gpus_per_node: int) -> PlacementGroup:
+def _kind(cluster: ClusterConfig) -> str:
+    """Ray's name of what a worker takes."""
+    return "GPU" if cluster.num_gpus else "CPU"
+
+
+def reserve_nodes(cluster: ClusterConfig) -> PlacementGroup:
     """Places on so many machines. Raises UserError if they are not free in time: Ray itself waits without a limit."""
-    places = placement_group([{"GPU": gpus_per_node}] * nodes, strategy="STRICT_SPREAD")
-    if not places.wait(PLACES_SECONDS):
+    kind, seconds = _kind(cluster), cluster.deadlines.machines_seconds
+    places = placement_group([{kind: cluster.per_node}] * (cluster.nodes or 1), strategy="STRICT_SPREAD")
+    if not places.wait(max(1, round(seconds))):
         remove_placement_group(places)
         raise UserError(
-            f"cluster.nodes: the Ray cluster has no {nodes} machines with {gpus_per_node} free GPUs each, because other"
-            " programs use some; wait for them, lower one of the two, or give cluster.gpus alone"
+            f"cluster.nodes: the Ray cluster has no {cluster.nodes} machines with {cluster.per_node} free {kind}s each"
+            f" after {seconds:g} s (cluster.deadlines.machines_seconds), because other programs use some; wait for"
+            f" them, lower one of the two, or give cluster.{kind.lower()}s alone"
         )
     return places

@@ -323,15 +323,15 @@ def test_what_cannot_be_built_is_refused_in_one_line(
     changes: dict[str, Any], message: str, running: RayCluster, model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message) as refused:
-        train(tiny_recipe(model, tmp_path / "run", JOINED | changes))
+        train(tiny_recipe(model, tmp_path / "run", JOINED | {"cluster.deadlines.machines_seconds": 0.0} | changes))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_machines_whose_gpus_are_taken_are_not_awaited(running: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octetrl.workers.ray_cluster.PLACES_SECONDS", 1)
-    with pytest.raises(UserError, match=r"cluster\.nodes: .* no 2 machines with 4 free GPUs each, .*; wait for them"):
-        reserve_nodes(2, 4)
+def test_machines_whose_gpus_are_taken_are_not_awaited(running: RayCluster) -> None:
+    soon = DeadlineConfig(machines_seconds=1.0)
+    with pytest.raises(UserError, match=r"cluster\.nodes: .* no 2 machines with 4 free GPUs each "):
+        reserve_nodes(ClusterConfig(address="auto", nodes=2, gpus_per_node=4, deadlines=soon))
 
 
 def test_workers_that_share_a_model_save_what_one_worker_goes_on_from(running: RayCluster, tmp_path: Path) -> None:

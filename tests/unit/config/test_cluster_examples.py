@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from octetrl.config.load import load_recipe
@@ -62,21 +63,33 @@ STAND_INS = {  # each notes how it was called
     "ray": """case $1 in
         get-auth-token) echo secret ;;
         status) [ -s started ] || exit 1; sed 's/^/ node_/' started ;;
-        start) echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> started ;;
+        start) if [ "$2" = "$FAILS" ]; then exit 1; fi
+            echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> started; exec sleep 20 >/dev/null 2>&1 ;;
         esac""",
     "octetrl": "cp started at_the_start",
 }
 
 
-def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: Path) -> None:
+def slurm(folder: Path, fails: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the script with stand-ins. `fails`: the first argument of the `ray start` that does."""
     for name, body in STAND_INS.items():
-        program = tmp_path / name
-        program.write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/calls\n{body}\n')
+        program = folder / name
+        program.write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
         program.chmod(0o755)
-    nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    environment = {**os.environ, **nodes, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    nodes = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "FAILS": fails}
+    environment = {**os.environ, **nodes, "PATH": f"{folder}:{os.environ['PATH']}"}
     script = ["bash", str(EXAMPLES / "slurm.sh"), "r.yaml", "trainer.optimizer.lr=2e-6"]
-    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("fails", ["--head", "--address=10.0.0.1:6379"])
+def test_a_machine_whose_ray_does_not_start_ends_the_job(fails: str, tmp_path: Path) -> None:
+    assert slurm(tmp_path, fails).returncode == 1
+    assert not (tmp_path / "at_the_start").exists()
+
+
+def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: Path) -> None:
+    done = slurm(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "at_the_start").read_text() == "token secret\n" * 2, "both machines had joined"
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -86,6 +99,7 @@ def test_the_slurm_script_starts_ray_on_all_machines_and_then_the_run(tmp_path: 
         "ray start --address=10.0.0.1:6379 --num-gpus=8 --block",
     ]
     (head, others) = [call for call in calls if call.startswith("srun") and "ray start" in call]
-    assert "--nodelist=first ray" in head and "--nodes=1 --ntasks=1 --overlap --exclude=first ray" in others
+    assert "--nodelist=first ray" in head
+    assert "--nodes=1 --ntasks=1 --overlap --kill-on-bad-exit --exclude=first ray" in others
     run = "octetrl train r.yaml trainer.optimizer.lr=2e-6 cluster.address=10.0.0.1:6379 cluster.nodes=2"
     assert calls[-1] == f"{run} cluster.gpus_per_node=8 --resume auto"

@@ -248,6 +248,7 @@ EXAMPLES: list[Changes] = [
     {**VLLM, "fp8.emulate": True},
     {**VLLM, "fp8.format": "mxfp8"},
     {**VLLM, "cluster.address": "auto", "cluster.nodes": 2, "cluster.gpus_per_node": 3, "cluster.tensor_parallel": 2},
+    {**VLLM, "cluster.address": "auto", "cluster.nodes": 2, "cluster.cpus_per_node": 3},
     {**VLLM, "cluster.workers_per_gpu": 2},
     {**VLLM, **SFT},
     {**VLLM, "rollout.temperature": 0.005},
@@ -273,6 +274,11 @@ EXAMPLES: list[Changes] = [
     {"cluster.cpus": 2, "cluster.workers_per_gpu": 2},
     {**ROLES, "cluster.workers_per_gpu": 2},
     {"cluster.nodes": 1, "cluster.gpus_per_node": 8, "cluster.gpus": 16},
+    {"cluster.nodes": 1, "cluster.cpus_per_node": 8, "cluster.gpus": 16},
+    {"cluster.nodes": 1, "cluster.gpus_per_node": 8, "cluster.cpus_per_node": 8},
+    {"cluster.nodes": 1, "cluster.cpus_per_node": 8, "cluster.cpus": 8},
+    {"cluster.nodes": 1, "cluster.cpus_per_node": 8, "cluster.device": "cuda"},
+    {"cluster.nodes": 1, "cluster.cpus_per_node": 8, "cluster.workers_per_gpu": 2},
     *(given for given in ({"cluster.trainer_cpus": 2}, {"cluster.trainer_cpus": 2, "cluster.engine_gpus": 1})),
     {"cluster.trainer_gpus": 1, "cluster.engine_gpus": 2, "cluster.workers_per_gpu": 2},
     {"cluster.gpus": 2, "cluster.device": "cpu"},
@@ -352,7 +358,8 @@ def test_every_rule_has_an_example() -> None:
     each = [problems(changes, training=training) for changes in EXAMPLES for training in (True, False)]
     found = {problem.fields for problems in each for problem in problems}
     found |= {tuple(one.replace("environments.sums", "environment") for one in fields) for fields in found}
-    by_role = {rule for rule in RULES if "cluster.nodes" in rule.fields or "cluster.gpus_per_node" in rule.fields}
+    machines = {"cluster.nodes", "cluster.gpus_per_node", "cluster.cpus_per_node"}
+    by_role = {rule for rule in RULES if machines & set(rule.fields)}
     assert {rule.fields for rule in RULES if rule not in by_role} <= found
 
 
