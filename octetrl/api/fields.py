@@ -284,6 +284,7 @@ class LoggingFields(TypedDict, total=False):
     group: str | None
     tags: Sequence[str]
     wandb_project: str | None
+    notify: NotifyFields | None
     rollouts: bool
 
 
@@ -351,6 +352,13 @@ class ModelFields(TypedDict, total=False):
     dtype: Literal["bfloat16", "float32"]
     context_length: int
     lora: LoraFields | None
+
+
+class NotifyFields(TypedDict, total=False):
+    webhook: str | None
+    command: Sequence[str]
+    events: Sequence[Literal["warning", "failure", "end"]]
+    timeout_seconds: float
 
 
 class OpenaiFields(TypedDict, total=False):

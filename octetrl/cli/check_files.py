@@ -38,6 +38,7 @@ from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError, dangling
 from octetrl.system.names import hub_dataset
 from octetrl.telemetry.curves import missing_clients
+from octetrl.telemetry.notify import notify_problems
 
 ROWS_TRIED = 64  # of each source of conversations: whether the chat template can write them
 TASKS_TRIED = 16  # of an environment in Python: whether they can be sent to a reward process
@@ -50,6 +51,7 @@ def file_problems(recipe: Recipe, spec: ModelSpec | None) -> Iterator[str]:
     yield from missing_files(recipe)
     yield from unknown_metric(recipe)
     yield from missing_clients(recipe.logging)
+    yield from notify_problems(recipe.logging.notify)
     lora = recipe.model.lora
     if lora is not None and lora.path is not None and not Path(lora.path).is_dir():
         yield f"model.lora.path: no folder '{lora.path}'; give a PEFT folder with adapter_config.json" + dangling(

@@ -30,6 +30,7 @@ VERBS = {  # the name of each, and its line in `octetrl --help`: its docstring
     "rollouts": "Show the rollouts of a run.",
     "metrics": "Explain the metrics of a run: their units, and what good and bad values are.",
     "report": "Write a page about runs: what ran, curves, times, rollouts, differences. It needs no network.",
+    "watch": "Serve the report of runs while they go on, and /metrics for Prometheus.",
     "generate": "Generate text from a model or a run.",
     "serve": "Serve a model with OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.",
     "check": "Show what a recipe means, what it needs, and every problem it has.",

@@ -53,6 +53,11 @@ ENGINE = (
         _cannot_hold,
         lambda r: _has_small_cache(r) and _needs_context(r),
     ),
+    Rule(
+        "logging.notify",
+        "it has no webhook and no command; give one of them",
+        value_is=lambda notify: notify is not None and notify.webhook is None and not notify.command,
+    ),
     *together(
         "engine.prefix_cache=keep fp8.kv_cache=calibrated",  # old codes would be read with new scales
         "engine.max_batch=1 engine.speculation.name=ngram",  # drafts take free places of the batch

@@ -427,6 +427,17 @@ class FailuresConfig(Section):
     solves do not count. A first step without any reward ends the run at once. 0: never end it."""
 
 
+class NotifyConfig(Section):  # messages to a person (docs/commands.md)
+    webhook: str | None = Field(default=None, min_length=1)
+    """Address that gets each message by POST, or the environment variable that has it: an address may be a secret."""
+    command: tuple[str, ...] = ()
+    """Program with its arguments that gets each message on its standard input."""
+    events: tuple[Literal["warning", "failure", "end"], ...] = ("warning", "failure", "end")
+    """What is sent: a warning of the console, an error that ends the run, any other end."""
+    timeout_seconds: float = Field(default=10.0, gt=0.0, le=600.0)
+    """Limit for sending one message."""
+
+
 class LoggingConfig(Section):
     console: Literal["auto", "plain", "quiet"] = "auto"
     """Output on the console. auto: lines and progress bars on a terminal, otherwise as plain. plain: one line per
@@ -448,6 +459,8 @@ class LoggingConfig(Section):
     """Tags of the run in trackers."""
     wandb_project: str | None = None
     """As wandb in `report_to`, in this project. null: `project`."""
+    notify: NotifyConfig | None = None
+    """Sends warnings, a failure and the end of the run to a webhook or a program. null: nothing."""
     rollouts: bool = True
     """Write every rollout to rollouts/step_NNNNNN.jsonl, and those of evaluations to evaluations/step_NNNNNN.jsonl."""
 

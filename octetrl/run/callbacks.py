@@ -146,6 +146,8 @@ class Callbacks:
         """Classes of those that no recipe names."""
         self._last = RunView(recipe, folder, 0, stop=self._stop)
         self.stopped_for: str | None = None
+        self.warned: Callable[[int, Sequence[str]], list[str]] = lambda step, texts: list(texts)
+        """Takes the warnings of a step, for `logging.notify`."""
 
     @classmethod
     def of(cls, recipe: Recipe, folder: Path, given: Iterable[Callback] = ()) -> Callbacks:

@@ -39,7 +39,17 @@ from octetrl.telemetry.console import Console, keeps_writing
 from octetrl.telemetry.ending import CALLBACKS, MODULES, ending_of, reopen, write_ending
 from octetrl.telemetry.metrics import slowest_workers
 from octetrl.telemetry.mismatch import MismatchGate, kv_saturation_warning
-from octetrl.telemetry.sinks import METRICS_FILE, Sinks, complete_line, open_sinks, sample_texts, start_of, steps_until
+from octetrl.telemetry.notify import notifying
+from octetrl.telemetry.sinks import (
+    METRICS_FILE,
+    Sinks,
+    complete_line,
+    last_step,
+    open_sinks,
+    sample_texts,
+    start_of,
+    steps_until,
+)
 from octetrl.trainer.checkpoint import check_complete, latest_of, step_of
 from octetrl.workers.kernel_paths import FallbackWatch
 from octetrl.workers.team import WorkerLost
@@ -73,19 +83,21 @@ def train(
         if lacking := [name for name in folder.given_callbacks() if name not in callers.given]:
             console.note(f"callbacks: the run goes on without {', '.join(lacking)}, which it began with in Python")
         restarts = recipe.cluster.max_restarts
-        while True:
-            try:
-                return _train(recipe, folder, given, callers, resume=resume, optimizer_of=optimizer_of)
-            except WorkerLost as lost:
-                if not restarts:
-                    raise WorkerLost(f"{lost}\n  {after_loss(folder.path, folder.run_id)}") from lost
-                restarts, resume = restarts - 1, True
-                with suppress(OSError):
-                    reopen(folder.path)
-                console.warn(f"{lost}\n  building all workers again")
-            except BaseException as error:  # also while the workers are built again
-                _leave_ending(folder.path, error)
-                raise
+        with notifying(recipe.logging.notify, folder.path, console.warn) as callers.warned:
+            while True:
+                try:
+                    return _train(recipe, folder, given, callers, resume=resume, optimizer_of=optimizer_of)
+                except WorkerLost as lost:
+                    if not restarts:
+                        raise WorkerLost(f"{lost}\n  {after_loss(folder.path, folder.run_id)}") from lost
+                    restarts, resume = restarts - 1, True
+                    with suppress(OSError):
+                        reopen(folder.path)
+                    console.warn(f"{lost}\n  building all workers again")
+                    callers.warned(last_step(folder.path / METRICS_FILE), [str(lost)])
+                except BaseException as error:  # also while the workers are built again
+                    _leave_ending(folder.path, error)
+                    raise
 
 
 def after_loss(folder: Path, run_id: str | None) -> str:
@@ -225,7 +237,7 @@ def _run_steps(
             for warning in filter(None, health):
                 run.console.warn(warning)
             with checkpoints.saved_if_failed(run, step, metrics):
-                sinks.write_warnings(step, run.console.take_warnings())
+                sinks.write_warnings(step, callbacks.warned(step, run.console.take_warnings()))
                 result.check_failures(recipe, step)
                 empty.check(step, metrics)
             if asked and step < recipe.steps:

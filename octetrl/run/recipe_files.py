@@ -25,6 +25,7 @@ from octetrl.system.names import hub_dataset
 from octetrl.telemetry.curves import missing_clients
 from octetrl.telemetry.glossary import METRICS, explained
 from octetrl.telemetry.metrics import OF_A_PART, OF_ALL
+from octetrl.telemetry.notify import notify_problems
 from octetrl.workers.model_shape import with_context_length
 
 Resume = bool | Literal["auto"]
@@ -100,7 +101,7 @@ def refuse_early(recipe: Recipe, *, resume: Resume) -> None:
         path = found_model(recipe.model.path)
         if not any((path / part).exists() for part in PARTS_OF_A_MODEL):
             load_spec(path)  # its message says what to do
-    for problem in (*unknown_metric(recipe), *missing_clients(recipe.logging)):
+    for problem in (*unknown_metric(recipe), *missing_clients(recipe.logging), *notify_problems(recipe.logging.notify)):
         raise UserError(problem)
     refuse_store(recipe, resumes=resume)
     missing = None if resume else next(missing_files(recipe), None)  # a resumed run is first compared with its recipe

@@ -6,9 +6,16 @@ that are on the device (saturation) every few seconds.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from octetrl.server.intake import Intake
+from octetrl.telemetry.glossary import explained
+
+if TYPE_CHECKING:
+    from octetrl.server.intake import Intake
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -59,6 +66,24 @@ class Meters:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def run_meters(runs: Iterable[tuple[str, Mapping[str, float | None]]]) -> bytes:
+    """The text of /metrics for runs: a gauge for each metric of the name and last step of each run. A metric that is
+    not finite is left out, and so is one whose name would be that of another, as `a/b` and `a_b`."""
+    registry = CollectorRegistry()
+    gauges: dict[str, tuple[str, Gauge]] = {}
+    for run, row in runs:
+        for name, value in row.items():
+            plain = re.sub(r"\W", "_", f"octetrl_run_{name}", flags=re.ASCII)
+            if plain not in gauges:
+                known = explained(name)
+                says = known.meaning if known is not None else name
+                gauges[plain] = name, Gauge(plain, says, ["run"], registry=registry)
+            of, gauge = gauges[plain]
+            if of == name and value is not None:
+                gauge.labels(run).set(value)
+    return generate_latest(registry)
 
 
 def _of(intake: Intake, name: str) -> float:

@@ -9,10 +9,8 @@ end     the first SIGTERM or Ctrl-C: new requests get 503, current ones have `dr
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +23,7 @@ from octetrl.config.schema import ClusterConfig
 from octetrl.engine.stopping import decoder_of
 from octetrl.run.device import gpus_beside
 from octetrl.run.generate import CALIBRATION_TEXTS, load_standing_model
+from octetrl.server.address import bound, is_of_this_machine, url_of
 from octetrl.server.answers import Speller
 from octetrl.server.app import make_app, show_access_log
 from octetrl.server.endpoints import Served
@@ -62,7 +61,7 @@ def serve(options: ServeOptions, *, host: str, port: int, drain_seconds: float, 
     _check_key(options, host)
     if options.access_log:
         show_access_log()
-    with _bound(host, port) as listening:
+    with bound(host, port) as listening:
         app, intake = build_app(options)
         count = gpus_beside(ClusterConfig(**options.cluster))
         if count > 1:
@@ -116,43 +115,15 @@ def build_app(options: ServeOptions) -> tuple[Starlette, Intake]:
     return app, intake
 
 
-def url_of(host: str, port: int) -> str:
-    """The address that clients take as their base URL."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-
-
 def _check_key(options: ServeOptions, host: str) -> None:
     """Refuses to serve other machines without a key, unless `--without-key` was given."""
     if options.without_key and options.api_key is not None:
         raise UserError("--without-key: an API key was given as well; leave one out (OCTETRL_API_KEY is a key too)")
-    if options.api_key is None and not options.without_key and not _is_of_this_machine(host):
+    if options.api_key is None and not options.without_key and not is_of_this_machine(host):
         raise UserError(
             f"--host: '{host}' allows access from other machines without an API key; set OCTETRL_API_KEY, listen on"
             " 127.0.0.1, or give --without-key if something else keeps strangers out"
         )
-
-
-def _is_of_this_machine(host: str) -> bool:
-    """Whether all addresses of `host` can be reached only from this machine."""
-    try:
-        found = socket.getaddrinfo(host or None, 0, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"--host: '{host}' is not an address of this machine ({error}); give another") from error
-    return all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in found)
-
-
-@contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Binds the socket before the model is loaded, so that a port in use is reported at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise UserError(
-            f"--port: {host}:{port} can't be listened on ({error.strerror or error}); give another"
-        ) from error
-    with listening:
-        yield listening
 
 
 async def _run(

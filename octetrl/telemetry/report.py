@@ -7,10 +7,12 @@ and a Content-Security-Policy forbids scripts and connections. Charts are SVG (c
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import shlex
 import textwrap
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 
@@ -90,26 +92,33 @@ _TONES = (("#2f5fb3", "#8db4f5"), ("#b26a00", "#f0b35c"), ("#2b7a4b", "#6fcf97")
           ("#a33b74", "#f09cc6"), ("#5f6b1d", "#c2cf6a"), ("#6b4a2b", "#cfa97c"))  # runs, parts of time  # fmt: skip
 
 
-def report_page(runs: Sequence[RunRecord]) -> str:
-    """The page's HTML."""
-    title = " and ".join(run.name for run in runs)
+def report_page(runs: Sequence[RunRecord], script: str = "") -> str:
+    """The page's HTML. script: of a page that is served (server/watch.py), which may ask its server alone."""
+    title = " and ".join(run.name for run in runs) or "No run has a step yet"
     tones = "".join(
         f".run-{i}, .phase-{i} {{ --tone: light-dark({light}, {dark}); }}" for i, (light, dark) in enumerate(_TONES)
     )
-    body = "".join([*_what_ran(runs), *_look_at(runs), *_differences(runs), *_curves(runs), *_time(runs),
+    ran = "".join(_what_ran(runs))
+    body = "".join([*_look_at(runs), *_differences(runs), *_curves(runs), *_time(runs),
                     *_mismatch(runs), *(part for run in runs for part in _rollouts(run, len(runs) > 1)),
                     *(part for run in runs for part in _held_out(run, len(runs) > 1))])  # fmt: skip
+    body = f"{body}{ran}" if script else f"{ran}{body}"  # who watches runs knows what they are
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    policy += f"; script-src 'sha256-{digest}'; connect-src 'self'" if script else ""
+    live = '<span class="live soft"></span>' if script else ""
     keys = "".join(f'<span class="key"><i class="run-{i % len(_TONES)}"></i>{escape(run.name)}</span>'
                    for i, run in enumerate(runs)) if len(runs) > 1 else ""  # fmt: skip
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape(title)}</title><style>{_styles()}{tones}</style></head><body>"
         '<input class="toggle" type="radio" name="axis" id="steps" checked aria-label="over steps">'
         '<input class="toggle" type="radio" name="axis" id="hours" aria-label="over time">'
         f'<header><h1>{escape(title)}</h1><nav><label class="chip" for="steps">steps</label>'
-        f'<label class="chip" for="hours">time</label></nav> {keys}</header><main>{body}</main></body></html>\n'
+        f'<label class="chip" for="hours">time</label></nav> <span class="keys">{keys}</span>{live}</header>'
+        f"<main>{body}</main>{f'<script>{script}</script>' if script else ''}</body></html>\n"
     )
 
 
@@ -134,6 +143,8 @@ def _cell(text: str) -> str:
 
 
 def _what_ran(runs: Sequence[RunRecord]) -> Iterator[str]:
+    if not runs:
+        return
     settings: list[Mapping[str, str]] = [
         {"ended": _ended(run), **dict(results(run)), **dict(run.settings)} for run in runs
     ]
@@ -178,7 +189,7 @@ def _differences(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
     cards, constant = [], []
-    unit, per_hour = _time_axis(max(run.hours[-1] for run in runs))
+    unit, per_hour = _time_axis(max((run.hours[-1] for run in runs), default=0.0))
     rewards_are_accuracy = all(run.values(_REWARD) == run.values(_ACCURACY) for run in runs)
     own = own_metrics(dict.fromkeys(name for run in runs for row in run.rows for name in row))
     for title, name in (*CURVES, *((title, name) for name, title in own.items()), *_of_statuses_and_names(runs)):
@@ -205,7 +216,8 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[str]:
                 f" {STALE_IN_IT}" if name.startswith("mismatch/") and any(run.has_stale_tokens for run in runs) else ""
             )
             cards.append(f'<div class="card"><h3>{escape(title)}</h3><p>{escape(says)}</p>{"".join(charts)}</div>')
-    yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
+    if cards:
+        yield f'<h2>Curves</h2><div class="grid-cards">{"".join(cards)}</div>'
     if constant:
         yield "<h2>The same in every step that has it</h2>" + _table(["", "value", ""], constant, " settings")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def test_a_store_that_fails_is_counted_and_fails_the_run_at_its_end(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunStore, "put", failing)
-        recipe = tiny_recipe(model, tmp_path / "run", CHANGES | {"checkpoint.keep_last": 1, "steps": 3})
+        tell = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"]
+        changes = CHANGES | {"checkpoint.keep_last": 1, "steps": 3}
+        changes |= {"logging.notify": {"command": [*tell, str(tmp_path / "told")]}}
+        recipe = tiny_recipe(model, tmp_path / "run", changes)
         with pytest.raises(RunFailed):
             train(recipe)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
@@ -77,6 +81,8 @@ def test_a_store_that_fails_is_counted_and_fails_the_run_at_its_end(
     assert not (tmp_path / "run" / "checkpoints" / "step_000001").exists()  # pruned, as it is not sent any more
     train(recipe, resume=True)  # has no step left, and sends what is missing
     assert steps_in_store() == [3]
+    told = [(one["event"], one["step"]) for one in read_lines(tmp_path / "told")]
+    assert told[0][0] == "warning" and told[-2:] == [("failure", 3), ("end", 3)]
     assert b'"finished"' in (RunStore(URL).read("run.json") or b"")
 
 

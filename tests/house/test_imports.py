@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
 ARROWS["agents"] = {"server", "rollout", "engine", "environments", *BASE}
 ARROWS["workers"] = set(ARROWS) - {"agents", "endpoint", "process", "workers"}
 ARROWS["run"] = set(ARROWS)
-ARROWS["server"] = {"run", "engine", "rollout", "environments", *BASE}  # HTTP around the engine: only cli imports it
+ARROWS["server"] = {"run", "engine", "rollout", "environments", "telemetry", *BASE}  # HTTP: only cli imports it
 ARROWS["doctor"] = set(ARROWS)
 ARROWS["bench"] = set(ARROWS) - {"doctor"}
 ARROWS["cli"] = set(ARROWS)
@@ -42,9 +42,12 @@ ONLY_IN: dict[str, set[str]] = {
     "lab": set(),  # the scripts behind our own figures: not shipped
     "ray": {"octetrl/workers/ray.py", "octetrl/workers/ray_cluster.py"},
     **{name: {"octetrl/telemetry/curves.py"} for name in ("wandb", "mlflow", "trackio", "swanlab")},
-    "starlette": {f"octetrl/{name}.py" for name in ("server/app", "server/endpoints", "server/serve", "agents/server")},
+    "starlette": {
+        f"octetrl/{name}.py"
+        for name in ("server/app", "server/endpoints", "server/serve", "server/watch", "agents/server")
+    },
     "vllm": {f"octetrl/backends/vllm/{name}.py" for name in ("start",)},
-    "uvicorn": {"octetrl/server/http_server.py", "octetrl/agents/server.py"},
+    "uvicorn": {"octetrl/server/http_server.py", "octetrl/server/watch.py", "octetrl/agents/server.py"},
     "llguidance": {"octetrl/engine/grammars.py"},
     "fsspec": {"octetrl/run/store.py"},
     "huggingface_hub": {"octetrl/run/hub.py", "octetrl/run/model_source.py"},
@@ -70,6 +73,7 @@ TORCH_FREE_FILES = (
     "octetrl.run.recipe_files",
     "octetrl.run.model_source",
     "octetrl.run.store",
+    "octetrl.server.watch",
 )
 
 

@@ -127,6 +127,7 @@ EXAMPLES: list[Changes] = [
     {"checkpoint.keep_best": 1},
     {"checkpoint.keep_best": 1, "checkpoint.every": 7, "evaluation.every": 10, "steps": 69},
     {"checkpoint.store": "runs/mine"},
+    {"logging.notify": {"events": ["end"]}},
     {"seed": 2**63},
     {"output_dir": " "},
     {"output_dir": "/"},
