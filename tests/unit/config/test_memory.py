@@ -52,6 +52,17 @@ def test_a_sample_longer_than_a_micro_batch_counts_as_one() -> None:
     assert micro_batch_tokens(recipe(trainer=small, rollout=rollout, model=model, environment=turns)) == 9000
 
 
+def test_workers_that_share_a_micro_batch_have_the_activations_of_their_tokens() -> None:
+    """1,300 tokens are 11 blocks of 128; one of four workers has three of them."""
+    found = {}
+    for tokens, together in ((1300, 4), (384, "off")):
+        cluster = {"cpus": 4, "context_parallel": together}
+        changed = recipe(trainer={"tokens_per_micro_batch": tokens}, cluster=cluster)
+        found[together] = parts_of(estimate_memory(changed, TINY, PLAIN, on_gpu=False, device_bytes=None))
+    assert found[4].pop("exchanges") == 6 * 2 * 384 * TINY.num_heads * TINY.head_size
+    assert found[4] == found["off"]
+
+
 def parts_of(estimate: MemoryEstimate) -> dict[str, int]:
     return {part.name: part.num_bytes for part in estimate.parts}
 

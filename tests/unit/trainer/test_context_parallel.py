@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,10 +20,16 @@ from octetrl.config.schema import OptimizerConfig, TrainerConfig
 from octetrl.fp8.non_finite import NonFiniteError
 from octetrl.fp8.policy import precision_policy
 from octetrl.fp8.quantize import Quantized
+from octetrl.kernels.attention.attention_packed import attention_packed_forward_reference
+from octetrl.kernels.rows.silu_mul import silu_mul_backward_reference, silu_mul_reference
 from octetrl.layers import linear
-from octetrl.models.decoder import Decoder
+from octetrl.models import training_forward
+from octetrl.models.blocks.attention import training as attention_training
+from octetrl.models.blocks.mlp import training as mlp_training
+from octetrl.models.decoder import Decoder, RunLayer
 from octetrl.records import PackedBatch, PolicyUpdate, Sample
 from octetrl.shapes.spec import ModelSpec
+from octetrl.trainer import activation_checkpoint
 from octetrl.trainer.context_parallel import ContextTrainer
 from octetrl.trainer.forward import KVReplay
 from octetrl.trainer.packing import PackingLayout, pack
@@ -182,6 +189,33 @@ def test_a_shared_micro_batch_trains_as_on_one_worker(
     rounding = 2e-5 if dtype == FLOAT32 and not sums_heads else OF_ROUNDING
     assert apart(joined(one.gradients for one in team), alone.gradients) < rounding
     assert_equal_metrics(team, alone, rounding)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "checkpointing"),
+    [("qwen3", "fp8_full", "attention"), ("gpt-oss", "bf16", "none"), ("low_rank", "fp8_full", "layer")],
+)
+def test_the_fused_forms_of_a_gpu_share_too(
+    family: str, precision: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by the kernels' references."""
+
+    def fused(_: Decoder, keep: training_forward.Keep) -> RunLayer:
+        return partial(training_forward._run_layer, keep=keep)
+
+    monkeypatch.setattr(activation_checkpoint, "fused_layer_runner", fused)
+    monkeypatch.setattr(attention_training, "attention_packed_forward_triton", attention_packed_forward_reference)
+    monkeypatch.setattr(mlp_training, "silu_mul_triton", silu_mul_reference)
+    monkeypatch.setattr(mlp_training, "silu_mul_backward_triton", silu_mul_backward_reference)
+    spec = replace(MODELS[family], num_layers=1)
+    batch = pack(drawn(spec, (190, 70, 40, 10)), PackingLayout(4096), "token")
+    parts, model = dealt(batch, 2), (spec, precision, BF16, objective())
+    alone = trained(ALONE, [batch], *model, activation_checkpointing=checkpointing)
+    team = run_team(2, lambda peers: trained(peers, parts, *model, activation_checkpointing=checkpointing))
+    (whole,), owns = alone.activations, [one.activations for one in team]
+    assert torch.equal(torch.cat([own for (own,) in owns]), whole)
+    assert team[0].update.metrics["loss"] == alone.update.metrics["loss"]
+    assert apart(joined(one.gradients for one in team), alone.gradients) < OF_ROUNDING
 
 
 LONG = (300, 100, 90, 80, 60, 50, 40)  # the first is a micro-batch of its own, and costs more than all others

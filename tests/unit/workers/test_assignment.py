@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from octetrl.config.cluster import ClusterConfig
 from octetrl.models.families import spec_from_config
 from octetrl.records import GenerationRequest, Sample, SamplingParams
 from octetrl.shapes.presets import preset_config
 from octetrl.trainer.packing import PackingLayout, pack
-from octetrl.workers.assignment import Assignment, Costs, RequestPiece, Room, deal, shared_out
+from octetrl.workers.assignment import Assignment, Costs, RequestPiece, Room, WorkerPlace, deal, placed, shared_out
 
 LARGE, ONE_EACH = Room(sequences=256, tokens=1 << 20), Room(sequences=1, tokens=1 << 20)
 COSTS = Costs.of(spec_from_config(preset_config("qwen3-8b")))
@@ -167,3 +168,38 @@ def test_no_worker_has_much_more_than_its_share() -> None:
         for cost, owner in zip(costs, shared_out(costs, workers), strict=True):
             loads[owner] += cost
         assert max(loads) <= max(sum(costs) / workers * 1.1, max(costs))
+
+
+def busy(costs: list[float], places: list[WorkerPlace], workers: int) -> float:
+    """The share of the time until the last worker ends in which workers compute. A group begins when all are free."""
+    ends = [0.0] * workers
+    for cost, (first, size) in sorted(zip(costs, places, strict=True), key=lambda pair: -pair[1].size):
+        ends[first : first + size] = [max(ends[first : first + size]) + cost / size] * size
+    return sum(costs) / workers / max(ends)
+
+
+def test_groups_of_workers_take_the_long_micro_batches_where_others_would_wait() -> None:
+    """Log-normal samples with the costs of Qwen3-8B, 16K tokens on average and 128K at most."""
+    draw = random.Random(0)
+    found = {}
+    for samples in (64, 256):
+        tokens = [min(1 << 17, int(draw.lognormvariate(9.2, 1.0))) for _ in range(samples)]
+        costs = [63.1e-6 * length + 37.8 * (length / (1 << 17)) ** 2 for length in tokens]
+        whole, grouped = placed(costs, tokens, 8), placed(costs, tokens, 8, (1, 2, 4, 8))
+        assert all(place.first % place.size == 0 for place in grouped)
+        found[samples] = [round(busy(costs, places, 8), 2) for places in (whole, grouped)]
+        if samples == 256:
+            assert grouped == whole
+    assert found == {64: [0.5, 1.0], 256: [1.0, 1.0]}
+
+
+def test_each_worker_of_a_group_has_a_block_of_tokens() -> None:
+    assert placed([9.0, 9.0, 1.0], [1000, 200, 100], 4, (4,)) == [(0, 4), (0, 2), (2, 1)]
+    spec = spec_from_config(preset_config("qwen3-8b"))
+    groups = {
+        setting: Costs.of(
+            spec, ClusterConfig.model_validate({"gpus_per_node": 6, "nodes": 2, "context_parallel": setting})
+        )
+        for setting in ("off", "auto", 4)
+    }
+    assert [one.groups for one in groups.values()] == [(1,), (1, 2), (4,)]  # no group of 4 within machines of 6
