@@ -89,6 +89,12 @@ class RunStore:
                 return {}
         return {path.removeprefix(root).strip("/"): int(one["size"] or 0) for path, one in found.items()}
 
+    def refuse_no_bucket(self) -> None:
+        """Where an object store has no such bucket, a listing is empty, and only the first write would fail."""
+        with self._explained("find"):
+            if self._fs.async_impl and not self._fs.exists(bucket := self._root.split("/")[0]):
+                raise FileNotFoundError(f"there is no bucket '{bucket}'")
+
     def read(self, name: str) -> bytes | None:
         """None: there is no such object."""
         with self._explained("read"):
@@ -157,6 +163,8 @@ def refuse_store(recipe: Recipe, *, resumes: bool) -> None:
         return
     store = RunStore(recipe.checkpoint.store)
     sizes = store.sizes()
+    if not sizes:
+        store.refuse_no_bucket()
     if sizes and HOLDER not in sizes:
         some = ", ".join(sorted(sizes)[:3])
         raise UserError(f"{_FIELD}: '{store.url}' holds {some}, which no run wrote; choose another folder")

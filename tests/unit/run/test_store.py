@@ -246,6 +246,13 @@ def test_another_runs_store_and_an_older_folder(url: str, folder: Path, tmp_path
         Uploads(url, CheckpointConfig(), folder, "theirs").begin(0)
 
 
+def test_a_bucket_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = s3_url(monkeypatch)
+    RunStore(url).refuse_no_bucket()
+    with pytest.raises(UserError):
+        RunStore(url.replace("bucket", "no-bucket")).refuse_no_bucket()
+
+
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
     yield
