@@ -160,6 +160,7 @@ class EngineFields(TypedDict, total=False):
     kv_cache_tokens: int | None
     kv_memory_fraction: float
     prefix_cache: Literal["drop_on_publish", "keep", "off"]
+    state_snapshots: int | None
     release_for_training: bool
     max_batch: int
     prefill_chunk: int | None

@@ -315,12 +315,12 @@ def _model(recipe: Recipe, spec: ModelSpec, preset: str | None) -> Iterator[tupl
         yield "heads", f"{spec.num_heads} of {spec.head_size} with latent attention; all share {cached}"
     deltas = [block for _, block in spec.named_blocks() if isinstance(block, GatedDeltaLayout)]
     if deltas:
-        shape, state = deltas[0].shape, spec.state_bytes(recipe.model.value_bytes)
+        shape, state = deltas[0].shape, spec.state_bytes(recipe.model.value_bytes, recipe.engine.most_rows)
         heads = (
             f"{shape.key_heads} key heads of {shape.key_size}, {shape.value_heads} value heads of {shape.value_size}"
         )
         yield "linear attention", f"in {len(deltas)} of {spec.num_layers} layers, {heads}"
-        yield "", f"a sequence's state takes {binary_size(state)}; the prefix cache is off"
+        yield "", f"a sequence's state takes {binary_size(state)}, and so does each of engine.state_snapshots"
     windows = [getattr(spec.blocks_of(layer).attention, "window", None) for layer in range(spec.num_layers)]
     if narrow := [window for window in windows if window is not None]:
         sizes = " or ".join(f"{size:,}" for size in sorted(set(narrow)))

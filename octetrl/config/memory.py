@@ -71,7 +71,7 @@ from octetrl.config.algorithm import DistillConfig
 from octetrl.config.backends import TRAITS
 from octetrl.config.lora import adapter_elements
 from octetrl.config.objective_settings import AlgorithmConfig, KlSettings
-from octetrl.config.schema import OptimizerConfig, Recipe
+from octetrl.config.schema import EngineConfig, OptimizerConfig, Recipe
 from octetrl.shapes.blocks import SCALE_PER_TOKEN, BlockMemory, CachedTensor, TrainedAs
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.text import binary_size
@@ -204,9 +204,9 @@ def estimate_memory(
     if trains_scalar or not generates(recipe):
         return MemoryEstimate(tuple(parts), 0, 0, takes_turns=True)
     parts += [MemoryPart(*held, "generating") for held in backend.held(spec, precisions.fp8_rollout)]
-    if state := spec.state_bytes(weight_bytes):
+    if state := spec.state_bytes(weight_bytes, recipe.engine.most_rows):
         places = recipe.engine.max_batch  # on a CPU a slot takes memory when it is first written
-        slots = state_slots(places if on_gpu else min(recipe.most_answers, places))
+        slots = state_slots(recipe.engine, places if on_gpu else min(recipe.most_answers, places))
         parts.append(MemoryPart(STATES, slots * state, f"{slots} of {binary_size(state)}", "generating"))
     per_token = kv_bytes_per_token(recipe, spec, precisions)
     takes_turns = on_gpu and recipe.engine.release_for_training
@@ -218,10 +218,12 @@ def _teacher(algorithm: AlgorithmConfig) -> str:
     return f"{algorithm.teacher}, {algorithm.teacher_precision}"
 
 
-def state_slots(max_batch: int) -> int:
-    """Slots for the states of linear attention: one for each place in the batch, and one for four places for prompts
-    that siblings share, since few groups are smaller."""
-    return max_batch + -(-max_batch // 4)
+def state_slots(engine: EngineConfig, places: int) -> int:
+    """Slots for the states of linear attention: one for each place in the batch, one for four places for prompts that
+    siblings share, since few groups are smaller, and snapshots."""
+    quarter = -(-places // 4)
+    snapshots = quarter if engine.state_snapshots is None else engine.state_snapshots
+    return places + quarter + (0 if engine.prefix_cache == "off" else snapshots)
 
 
 def kv_bytes_per_token(recipe: Recipe, spec: ModelSpec, precisions: Precisions) -> int:

@@ -39,14 +39,8 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
     if isinstance(context, int) and (why := why_not_shared(spec, context)) is not None:
         allowed = " or ".join(("off", *map(str, sharing_sizes(spec))))
         yield _problem("cluster.context_parallel", f"{context}, but {why}; use {allowed}")
-    name = recipe.algorithm.name
-    if spec.outer_config is not None and (name == "reward_model" or (name == "ppo" and recipe.critic.path is None)):
-        text = f"'{name}' needs a scalar head, and this model is a part of one that reads images"
-        yield _problem("algorithm.name", f"{text}; give a folder of its text model alone")
     if recipe.engine.backend == "vllm":
         yield from vllm_problems(recipe, spec)
-    elif spec.state_bytes(recipe.model.value_bytes):
-        yield from _states(recipe)
     if recipe.fp8.rollout or recipe.fp8.train:
         yield from _fp8(recipe, spec)
 
@@ -54,15 +48,6 @@ def spec_problems(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:
 def _problem(fields: str, text: str) -> Problem:
     names = fields.split()
     return Problem(tuple(names), f"{names[0]}: {text}")
-
-
-def _states(recipe: Recipe) -> Iterator[Problem]:
-    """What engine/sequence_states.py does not do."""
-    engine, why = recipe.engine, "not available for linear attention, whose state is that of the last token alone"
-    if engine.speculation.name != "none":
-        yield _problem("engine.speculation.name", f"'{engine.speculation.name}' is {why}; use none")
-    if engine.prefix_cache == "keep":
-        yield _problem("engine.prefix_cache", f"'keep' is {why}; use off")
 
 
 def _lengths(recipe: Recipe, spec: ModelSpec) -> Iterator[Problem]:

@@ -211,6 +211,10 @@ class EngineConfig(Section):
     """Whether a prompt reuses the pages of an earlier prompt with the same beginning. drop_on_publish: until the
     weights change. keep: also after that, so an answer mixes two policies; not allowed with a calibrated cache. off:
     never."""
+    state_snapshots: int | None = Field(default=None, ge=0, le=1_000_000)
+    """Number of states of linear attention that are kept for prompts with the same beginning, as the prefix cache keeps
+    pages. None: a quarter of `max_batch`. Each takes what the state of a running sequence takes; `octetrl check` prints
+    it. Raise it to the number of conversations that wait for their next turn."""
     release_for_training: bool = True
     """On a GPU: free the cache's memory for training, and allocate it again for the next rollout."""
     max_batch: int = Field(default=256, ge=1, le=65_536)
@@ -220,6 +224,11 @@ class EngineConfig(Section):
     for a mixture of experts, because each chunk reads all experts."""
     speculation: SpeculationConfig = SpeculationConfig()
     openai: OpenaiConfig | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """Largest number of rows of one sequence in a decode forward, with its drafts."""
+        return 1 + (0 if self.speculation.name == "none" else self.speculation.max_draft_tokens)
 
 
 class OptimizerConfig(Section):

@@ -91,9 +91,8 @@ class Engine:
             grammars=Grammars(tokenizer, spec.vocab_size, sorted(eos_token_ids)),
         )
         self._lag = LAG if self.device.type == "cuda" else 0
-        self._runner = (StateRunner if spec.state_bytes(dtype.itemsize) else ModelRunner)(
-            model, max_batch=config.max_batch, max_tokens=context_length, page_size=config.page_size, device=self.device
-        )
+        new_runner = StateRunner if spec.state_bytes(dtype.itemsize) else ModelRunner
+        self._runner = new_runner(model, config, context_length, self.device)
         self.draft_source = draft_source_of(config.speculation)  # None: no speculation
         self._session: Session | None = None  # the open one
         self._cache: KVCache | None = None
@@ -173,7 +172,7 @@ class Engine:
     def _make_cache(self, num_pages: int) -> None:
         scale_LS = None if self._scales is None else self._scales.scale_LS
         self._cache = KVCache(self._page, num_pages, self.device, scale_LS)
-        self._blocks = BlockManager(num_pages, self._page.page_size)
+        self._blocks = self._runner.new_blocks(num_pages, self._page.page_size)
 
     def sleep(self) -> None:
         """Frees the KV cache and the graphs captured with it. Scales stay."""

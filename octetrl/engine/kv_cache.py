@@ -12,9 +12,6 @@ All layers share page numbers, so a page is copied in every layer at once. Pages
 values past the end of a sequence by 0, and stray bytes could be NaN.
 
 L layers (of a pool: those that cache its tensor), S scales of a layer.
-
-**Cache scales.** The scales of a calibrated KV cache, in the tensor that the kernels read, with the policy version they
-belong to.
 """
 
 from __future__ import annotations
@@ -249,7 +246,7 @@ class KVCache:
 
 
 class CacheScales:
-    """`scale_LS`: float32, NaN until `set`. It keeps its address, so captured graphs stay valid."""
+    """The scales of a calibrated cache. `scale_LS`: float32, NaN until `set`; captured graphs have its address."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec

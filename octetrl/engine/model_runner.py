@@ -23,13 +23,15 @@ forward with drafts, W pages of the longest possible block table, P of the longe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octetrl.config.schema import EngineConfig
+from octetrl.engine.block_manager import BlockManager
 from octetrl.engine.draft_rows import DraftRows
 from octetrl.engine.forward_graphs import ForwardGraphs, can_capture, padded_batch, padded_drafts
 from octetrl.engine.kv_cache import KVCache
@@ -38,6 +40,7 @@ from octetrl.engine.prompt_rows import PromptRows
 from octetrl.engine.request import Chunk, RunningSequence, Step
 from octetrl.engine.row_edits import RowEdits
 from octetrl.engine.sampler import SamplingRows, sample, sequence_key
+from octetrl.engine.scheduler import Scheduler
 from octetrl.engine.transcript import Batch
 from octetrl.kernels.gemm.linear_logprobs import logprobs_alone
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
@@ -177,12 +180,15 @@ class Results:
 
 
 class ModelRunner:
-    """Rows for `max_batch` sequences of at most `max_tokens` tokens."""
+    """Rows for the sequences of a batch, of at most `max_tokens` tokens."""
 
-    def __init__(
-        self, model: Decoder, *, max_batch: int, max_tokens: int, page_size: int, device: torch.device
-    ) -> None:
+    new_blocks: Callable[[int, int], BlockManager] = BlockManager
+    new_scheduler: type[Scheduler] = Scheduler
+    draft_chunk = 1 << 40  # a query and its drafts lie in one chunk of so many tokens, from a sequence's first one
+
+    def __init__(self, model: Decoder, config: EngineConfig, max_tokens: int, device: torch.device) -> None:
         self.model, self.device = model, device
+        max_batch, page_size = config.max_batch, config.page_size
         self.poisoned_tokens = torch.zeros((), dtype=torch.int64, device=device)  # added to by every forward
         self.graphs = ForwardGraphs(device) if device.type == "cuda" and can_capture(model) else None
         self.fused = device.type == "cuda" and can_fuse(model)

@@ -153,8 +153,9 @@ class Scheduler:
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
             group = sequence.group
-            start = self._prefix_tokens(sequence)
-            needs_prefix = group.shares_prefix and group.prefix is None
+            shares = self._shares_prefix(sequence)
+            start = group.prompt_length - 1 if shares else 0
+            needs_prefix = shares and group.prefix is None
             needed = self.blocks.pages_for(len(sequence.token_ids)) - start // self.blocks.page_size + 1
             needed += self.blocks.pages_for(start) if needs_prefix else 0
             if not self.running:
@@ -165,20 +166,18 @@ class Scheduler:
             self.waiting.popleft()
             if needs_prefix:
                 self._make_prefix(group)
-            self._run(sequence)
+            self._run(sequence, group.prefix if shares else None)
             reserved += self._missing_pages(sequence) + 1
         self._room_changed = False
 
-    def _run(self, sequence: RunningSequence) -> None:
-        prefix = sequence.group.prefix
+    def _run(self, sequence: RunningSequence, prefix: Prefix | None) -> None:
         sequence.row = self._free_rows.pop()
         sequence.weights = self._weights if prefix is None else prefix.weights
         if prefix is not None:
             sequence.pages = self.blocks.share(prefix.pages)
             sequence.num_cached = prefix.num_to_cache
         else:
-            sequence.pages = self._found(sequence.group, sequence.token_ids[:-1])
-            sequence.num_cached = len(sequence.pages) * self.blocks.page_size
+            sequence.pages, sequence.num_cached = self._found(sequence.group, sequence.token_ids[:-1])
         sequence.writable = sequence.num_cached // self.blocks.page_size * self.blocks.page_size
         sequence.group.num_running += 1
         self.running.append(sequence)
@@ -187,8 +186,9 @@ class Scheduler:
         else:
             self._starting.append(sequence)
 
-    def _prefix_tokens(self, sequence: RunningSequence) -> int:
-        return sequence.prompt_length - 1 if sequence.group.shares_prefix else 0
+    def _shares_prefix(self, sequence: RunningSequence) -> bool:
+        """Whether it starts with its group's prefix."""
+        return sequence.group.shares_prefix
 
     def _missing_pages(self, sequence: RunningSequence) -> int:
         """Number of pages for the next token of a running sequence and for what it still prefills."""
@@ -365,8 +365,7 @@ class Scheduler:
 
     def _make_prefix(self, group: RequestGroup) -> None:
         token_ids = group.request.prompt_token_ids[:-1]
-        pages = self._found(group, token_ids)
-        num_cached = len(pages) * self.blocks.page_size
+        pages, num_cached = self._found(group, token_ids)
         pages += (self.blocks.allocate() for _ in range(self.blocks.pages_for(len(token_ids)) - len(pages)))
         group.prefix = Prefix(token_ids, pages, num_cached, group.prompt_scores, self._weights)
         self._prefixed.append(group)
@@ -374,9 +373,10 @@ class Scheduler:
             self._to_prefill.append(group.prefix)
             self._awaiting[group.prefix] = []
 
-    def _found(self, group: RequestGroup, token_ids: Sequence[int]) -> list[int]:
-        """Cached pages with the beginning of these tokens. None for a prompt whose log-probs prefill must compute."""
-        return self.blocks.find(token_ids) if group.prompt_scores is None else []
+    def _found(self, group: RequestGroup, token_ids: Sequence[int]) -> tuple[list[int], int]:
+        """Cached pages with the beginning of these tokens, and how many tokens that is. None if prefill must score."""
+        pages = self.blocks.find(token_ids) if group.prompt_scores is None else []
+        return pages, len(pages) * self.blocks.page_size
 
     def _remember(self, owner: Prefix | RunningSequence) -> None:
         if self._keeps_prefixes and owner.weights == self._weights:

@@ -20,9 +20,6 @@ ones.
 
 One policy version serves a session, and the engine refuses new weights while it is open, except within `adopt`. A step
 that fails ends the session and frees all pages.
-
-**Whole answers.** `generate` of an engine by its own session: requests in, all their completions out. Every backend
-calls it.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from octetrl.engine.metrics import EngineMetrics, Tally, session_metrics
 from octetrl.engine.model_runner import ModelRunner, Results, Sampled
 from octetrl.engine.request import NO_ROW, RequestGroup, RunningSequence
 from octetrl.engine.row_edits import catch_up, event_of
-from octetrl.engine.scheduler import Scheduler, longest_first
+from octetrl.engine.scheduler import longest_first
 from octetrl.engine.sequence_states import StateRunner, StateScheduler
 from octetrl.engine.speculation import DraftSource, Speculator
 from octetrl.engine.stopping import Decode
@@ -78,9 +75,11 @@ class Session:
         self._decode, self._stamp, self._lag = decode, stamp, lag
         self._on_close, self._on_progress = on_close, on_progress
         self._tally = Tally(config.max_batch, captured_before=None if runner.graphs is None else runner.graphs.seconds)
-        new = StateScheduler if isinstance(runner, StateRunner) else Scheduler
-        self._scheduler = new(blocks, config.max_batch, prefill_chunk, keeps_prefixes=config.prefix_cache != "off")
+        keeps_prefixes = config.prefix_cache != "off"
+        self._scheduler = runner.new_scheduler(blocks, config.max_batch, prefill_chunk, keeps_prefixes=keeps_prefixes)
         self._transcript = Transcript(config.max_batch, admission.context_length, admission.eos_token_ids)
+        if isinstance(self._scheduler, StateScheduler) and isinstance(runner, StateRunner):
+            self._scheduler.since, self._scheduler.copy_states = self._transcript.since, runner.copy_states
         parts = (self._transcript, self._scheduler, runner, cache, self._tally)
         self._speculator = Speculator(config.speculation, draft_source, *parts)
         self._in_flight: deque[tuple[Batch, Results]] = deque()
@@ -88,8 +87,7 @@ class Session:
         self._submitted: list[RequestGroup] = []  # since the last step
         self._groups: dict[str, RequestGroup] = {}  # unfinished
         self._reported: dict[RunningSequence, int] = {}  # tokens, of those that stream
-        self._num_submitted = 0
-        self._is_open = True
+        self._num_submitted, self._is_open = 0, True
         self.adopts = False  # new weights, at this moment
 
     def __enter__(self) -> Self:

@@ -147,7 +147,7 @@ class Speculator:
         if told < known:
             self._source.extend(sequence, self._transcript.since(sequence, max(told, 0))[0])
             self._num_known[sequence] = known
-        most = min(most, sequence.limit - length - 1)
+        most = min(most, sequence.limit - length - 1, -length % self._runner.draft_chunk)
         drafts = self._source.propose(sequence, most) if most > 0 else ()
         assert len(drafts) <= max(most, 0), "the source proposed too many drafts"
         if drafts and length + len(drafts) > sequence.writable:

@@ -156,9 +156,9 @@ def spec_from_config(
 ) -> ModelSpec:
     """The spec of a config.json's content. UserError, one line, when this decoder can't run the model."""
     outer = config = JsonObject(content)
-    family = outer_family(config)
+    family = outer_family(config, scalar=scalar)
     if family is not None:
-        config = text_of(config, family, scalar=scalar)
+        config = text_of(config, family)
     family = family or _family(config, scalar)
     if family is None or implementation == "transformers":
         return _of_transformers(config, implementation, scalar=scalar)
@@ -286,7 +286,7 @@ def hf_config(spec: ModelSpec, dtype: str = "bfloat16", *, scalar: bool = False)
         config |= {SHARE: spec.rotary_size / spec.head_size, "num_nextn_predict_layers": 0}
     if family.delta is not None:
         config |= delta_fields(spec)
-    if spec.outer_config is not None:
+    if spec.outer_config is not None and not scalar:
         return with_outer(config, spec.outer_config)
     config |= latent_fields(spec.blocks_of(0).attention) | window_fields(spec, family)
     return config | ({"id2label": {"0": "reward"}, "label2id": {"reward": 0}} if scalar else {})

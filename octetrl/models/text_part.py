@@ -1,7 +1,8 @@
 """Reads and writes a config.json whose model is the text's part of one that also reads images. No torch.
 
 Models of Qwen3-VL and Qwen3.5 are published so: their config.json has the decoder's as `text_config`, and `text_of`
-returns it. Images are not read here. Text has one position a token, for which RoPE by sections is RoPE.
+returns it. Images are not read here. Text has one position a token, for which RoPE by sections is RoPE. A critic or a
+reward model may begin with such a folder; it is written as the text's model alone.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octetrl.models.family import FAMILIES, Family
-from octetrl.system.errors import UserError
+from octetrl.models.family import FAMILIES, SCALAR, Family
 from octetrl.system.json_file import JsonObject
 
 TEXT = "text_config"
 OUTER_ENDING = "ForConditionalGeneration"  # of the architecture that has the model as `text_config`
 
 
-def outer_family(config: JsonObject) -> Family | None:
-    """The family of the `text_config` of this config.json; None: it has no such one."""
-    named = config.texts("architectures")
+def outer_family(config: JsonObject, *, scalar: bool) -> Family | None:
+    """The family of the `text_config` of this config.json; None: it has no such one. `scalar`: its architecture may
+    have a scalar head."""
+    named, has_text = config.texts("architectures"), TEXT in config
+    endings = (OUTER_ENDING, SCALAR) if scalar and has_text else (OUTER_ENDING,)
     for family in FAMILIES.values():
         if family.outer is None:
             continue
-        if f"{family.class_name}{OUTER_ENDING}" in named or (not named and config.text("model_type") == family.outer):
+        is_named = any(f"{family.class_name}{ending}" in named for ending in endings)
+        if is_named or (not named and config.text("model_type") == family.outer):
             return family
     return None
 
 
-def text_of(config: JsonObject, family: Family, *, scalar: bool) -> JsonObject:
-    """The content of `text_config`, with what only the config.json around it says. UserError: for a scalar head, and
-    for a text of another family."""
-    if scalar:
-        raise UserError("a model that reads images too has no scalar head here; give a folder of its text model alone")
+def text_of(config: JsonObject, family: Family) -> JsonObject:
+    """The content of `text_config`, with what only the config.json around it says. UserError: a text of another
+    family."""
     text = dict(config.object(TEXT))
     if not text:
         raise config.wrong(TEXT, "the settings of the model that reads text are needed")

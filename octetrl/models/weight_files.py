@@ -30,6 +30,8 @@ from octetrl.system.json_file import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LM_HEAD = "lm_head.weight"
+EMBED_TOKENS = "embed_tokens.weight"  # behind the decoder's name
+TEXT_ALONE = "model"  # the decoder's name, of a model that reads no images
 SCORE = "score.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 FLOATS = {"BF16", "F16", "F32"}
@@ -100,9 +102,12 @@ class FilePiece:
 
 def pieces(spec: ModelSpec, *, scalar: bool = False, held: Container[str] | None = None) -> Iterator[FilePiece]:
     """Every tensor of the checkpoint of `spec`, in the order in which they are written. `held`: names in a folder that
-    is read. It may have the experts' matrices apart where others have one tensor."""
+    is read. It may have the experts' matrices apart where others have one tensor, and be that of a model that reads
+    images, where one with a scalar head is written as a text's model alone."""
     hidden, model = spec.hidden_size, model_prefix(spec)
-    yield FilePiece(f"{model}.embed_tokens.weight", "embedding.weight", 0, (spec.vocab_size, hidden))
+    if scalar and (held is None or f"{model}.{EMBED_TOKENS}" not in held):
+        model = TEXT_ALONE
+    yield FilePiece(f"{model}.{EMBED_TOKENS}", "embedding.weight", 0, (spec.vocab_size, hidden))
     for layer in range(spec.num_layers):
         ours, theirs = f"layers.{layer}", f"{model}.layers.{layer}"
         for place, block in zip(PLACES, spec.blocks_of(layer), strict=True):
@@ -123,7 +128,7 @@ def pieces(spec: ModelSpec, *, scalar: bool = False, held: Container[str] | None
 
 def model_prefix(spec: ModelSpec) -> str:
     """What the names of the decoder's tensors begin with in a checkpoint."""
-    return "model" if spec.outer_config is None else "model.language_model"
+    return TEXT_ALONE if spec.outer_config is None else "model.language_model"
 
 
 def other_parts(spec: ModelSpec) -> tuple[str, ...]:

@@ -293,8 +293,8 @@ class BlockLayout(ABC):
         """Tensors that a token stores in the KV cache. At most one block of a layer has a cache."""
         return ()
 
-    def state_bytes(self, spec: ModelSizes, value_bytes: int) -> int:
-        """Bytes that a sequence keeps in the engine whatever its length. `value_bytes`: of a value in model's dtype."""
+    def state_bytes(self, spec: ModelSizes, value_bytes: int, most_rows: int) -> int:
+        """Bytes that a sequence of any length keeps in the engine. `most_rows`: that a decode forward may add to it."""
         return 0
 
     def rotary_size(self, spec: ModelSizes) -> int | None:

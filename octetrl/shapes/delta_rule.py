@@ -31,8 +31,9 @@ class DeltaShape(NamedTuple):
         return -(-self.value_size // SLICE)
 
     def conv_rows(self, rows: int) -> int:
-        """Rows that the convolution keeps of a sequence if a forward adds up to `rows`, of which any may be undone."""
-        return self.taps - 1 + rows
+        """Rows that the convolution keeps of a sequence if a forward adds up to `rows`, of which any may be undone: the
+        last ones, and those that end the last two chunks."""
+        return 3 * (self.taps - 1) + rows
 
     def slot_bytes(self, conv_rows: int, element_size: int = 2) -> int:
         """Bytes that one layer keeps of one sequence. `element_size`: of the model's dtype."""

@@ -111,9 +111,9 @@ class ModelSpec(ModelSizes):
         assert len(caches) <= 1, f"layer {layer}: two blocks with a KV cache"
         return caches[0] if caches else ()
 
-    def state_bytes(self, value_bytes: int) -> int:
-        """Bytes that a sequence keeps in all layers, whatever its length; 0 without linear attention."""
-        return sum(block.state_bytes(self, value_bytes) for _, block in self.named_blocks())
+    def state_bytes(self, value_bytes: int, most_rows: int = 1) -> int:
+        """Bytes that a sequence of any length keeps in all layers. `most_rows`: that a decode forward may add to it."""
+        return sum(block.state_bytes(self, value_bytes, most_rows) for _, block in self.named_blocks())
 
     def refused_on_gpu(self) -> str | None:
         """Why the kernels of a GPU do not run this model; None: they do."""

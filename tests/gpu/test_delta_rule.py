@@ -47,7 +47,7 @@ def _on_gpu(inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [x.cuda() for x in inputs]
 
 
-def _state(shape: DeltaShape, conv_rows: int = 4) -> DeltaState:
+def _state(shape: DeltaShape, conv_rows: int = 10) -> DeltaState:
     return DeltaState(*(kept.cuda() for kept in poisoned_state(7, BF16, shape, conv_rows)))
 
 

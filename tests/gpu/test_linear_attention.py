@@ -22,15 +22,16 @@ from tests.gpu.test_moe import WIDE
 from tests.gpu.test_rollout_forward import ordered_modules
 from tests.gpu.test_training_forward import FORMATS, check_against_the_modules
 from tests.parity import sides as parity
+from tests.parity.drafted import assert_drafts_change_nothing
 from tests.parity.short_run import assert_equal_in_every_step, assert_same, short_run
 from tests.parity.sides import Pages, Sides, random_chunks, random_requests, random_sequences, random_tokens
-from tests.parity.situations import check_situations
+from tests.parity.situations import IN_THE_ENGINE, check_situations
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [150, 1, 70, 300]
 SHAPE = DeltaShape(2, 4, 128, 128)
 GATED = GatedMixtureLayout(Routing(32, 4, "softmax", True), 256, 512)
-SITUATIONS = ("one_by_one", "small_chunks", "odd_chunks", "small_batches", "longest_first", "preempted")
+SITUATIONS = tuple(name for name in IN_THE_ENGINE if name != "prompts_the_other_way")
 
 
 def _model(grouped: bool, mlp: MLPLayout | GatedMixtureLayout) -> ModelSpec:
@@ -81,6 +82,28 @@ def test_what_happens_in_engine_and_trainer_changes_nothing(name: str, precision
     asked = random_requests(draw, sides.spec, 1, prompts=(1, 10), answers=(60, 70), siblings=(8, 8), temperature=0.9)
     asked += random_requests(draw, sides.spec, 3, prompts=(1, 250), answers=(20, 40), temperature=0.9)
     check_situations(sides, asked, engine=SITUATIONS)
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+@pytest.mark.parametrize(("name", "precision"), [("qwen3_5", "bf16"), ("qwen3_next", "fp8_full")])
+def test_drafts_and_their_captured_graphs_keep_every_bit(name: str, precision: str, poisoned: bool) -> None:
+    """Wrong drafts are rows of states that are written again; `poisoned`: some of them are not finite."""
+    spec, draw = replace(MODELS[name], tied_embeddings=False), random.Random(5)
+    sides = Sides(spec, precision, "cuda", calibrate_on=[random_tokens(random.Random(0), spec, 300)])
+    asked = random_requests(draw, spec, 4, prompts=(1, 250), answers=(60, 140), siblings=(2, 2), temperature=0.9)
+    poison = None
+    if poisoned:
+        poison = next(
+            token for token in range(spec.vocab_size) if all(token not in one.prompt_token_ids for one in asked)
+        )
+        with torch.no_grad():
+            sides.engine_model.embedding.weight[poison] = float("nan")
+        asked = [replace(one, sampling=replace(one.sampling, stop_token_ids=(poison,))) for one in asked]
+    answers, drafts = assert_drafts_change_nothing(sides, asked, poison=poison, kv_cache_tokens=1 << 14, max_batch=64)
+    assert 0 < drafts.accepted < drafts.drafted
+    if not poisoned:
+        theirs, ours = sides.logprobs(asked, answers)
+        assert theirs.equal(ours)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,7 +14,7 @@ from octetrl.config.schema import EngineConfig, LoraConfig, ModelConfig, Recipe
 from octetrl.engine.weights import weight_set, weights_digest
 from octetrl.kernels.attention import attention_reference
 from tests.objectives import objective
-from tests.parity.shapes import LATENT, MODELS, TINY, UNUSUAL
+from tests.parity.shapes import DELTA, LATENT, MODELS, TINY, UNUSUAL
 from tests.parity.short_run import assert_equal_in_every_step, assert_learned, assert_same, short_run, worker_of
 from tests.parity.sides import ONE_TENSOR, PRECISIONS, Sides, random_requests
 from tests.parity.situations import IN_THE_ENGINE, check_trainer, in_the_trainer
@@ -29,7 +29,7 @@ ON_DELTA = LoraConfig(rank=4, targets=("in_proj_qkv", "in_proj_z", "out_proj", "
 EVERY, TRAINERS = tuple(IN_THE_ENGINE), tuple(in_the_trainer(1))
 PAGES = ("small_chunks", "next_turn", "preempted")  # written, found and computed again; all of them are small
 BATCHES = ("one_by_one", "preempted")
-SLOTS = ("one_by_one", "small_chunks", "odd_chunks", "small_batches", "longest_first", "preempted")
+SLOTS = ("odd_chunks", "small_batches", "prefix_hit", "next_turn", "preempted")
 ONE = ("one sequence a micro-batch",)
 FEW = (*ONE, "layers run again", "codes quantised again")
 Case = tuple[str, str, LoraConfig | None, tuple[str, ...], tuple[str, ...]]
@@ -64,8 +64,8 @@ CASES: list[Case] = [  # model, precision, adapters, situations of the engine, s
     ("low_rank", "fp8_full", None, ("prompts_the_other_way", "prefix_hit", "preempted"), FEW),
     ("low_rank", "fp8_full", ON_LATENTS, (), ONE),
     ("delta", "bf16", None, SLOTS, FEW),
-    ("delta", "fp8_full", ON_DELTA, ("one_by_one", "preempted"), ONE),
-    ("grouped delta", "fp8", None, ("small_batches", "preempted"), ONE),
+    ("delta", "fp8_full", ON_DELTA, ("one_by_one", "next_turn"), ONE),
+    ("grouped delta", "fp8", None, ("prefix_hit", "preempted"), ONE),
     ("heads of 80, YaRN, biases", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 80, YaRN, biases", "fp8", None, ("small_chunks", "prefix_hit"), ONE),
     ("heads of 96, a window", "bf16", None, ("small_chunks", "prefix_hit"), ONE),
@@ -92,7 +92,7 @@ def test_what_happens_to_either_side_changes_nothing(case: Case, monkeypatch: py
     model, precision, lora, situations, settings = case
     if model in UNUSUAL:
         monkeypatch.setattr(attention_reference, "KV_CHUNK", 128)
-    longest = 150 if model in TINY | UNUSUAL else 60
+    longest = 150 if model in TINY | UNUSUAL | DELTA else 60
     draw, sides = random.Random(f"{model} {precision}"), sides_of(model, precision, lora)
     asked = random_requests(draw, sides.spec, 1, prompts=(10, 12), answers=(24, 24), siblings=(4, 4), temperature=0.9)
     asked += random_requests(draw, sides.spec, 2, prompts=(1, longest - 24), answers=(6, 12), temperature=0.9)

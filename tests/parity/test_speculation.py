@@ -25,6 +25,8 @@ from tests.parity.sides import Sides, random_requests
         ("direct", "bf16"),
         ("direct", "fp8_full"),
         ("qwen2.5", "fp8_full"),
+        ("delta", "fp8_full"),
+        ("grouped delta", "bf16"),
         ("heads of 96, a window", "fp8_full"),
     ],
 )

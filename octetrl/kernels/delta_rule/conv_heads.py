@@ -5,8 +5,9 @@
     v   = round(y)      k = round(y / sqrt(sum y^2 + 1e-6))      q = round(k's formula / sqrt(K))
 
 Rows before a sequence's first one are zero. In the engine they are read from the slot's `conv` if their position is not
-negative, and the new rows are written there. The sum of squares is one fixed tree of one head in one program, whatever
-the number of rows or the layout; the CPU form sums and computes the sigmoid in float64, as silu_mul.py does.
+negative, and the new rows are written there (state.py says which). The sum of squares is one fixed tree of one head in
+one program, whatever the number of rows or the layout; the CPU form sums and computes the sigmoid in float64, as
+silu_mul.py does.
 
 The backward recomputes c. With s = sigmoid(c) and n = y rstd, dy = rstd (dn - n (n . dn)), dc = dy s (1 + c (1 - s)):
 
@@ -25,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import silu
 
+from octetrl.kernels.delta_rule.chunk_tiles import ROWS as CHUNK_ROWS
 from octetrl.kernels.delta_rule.chunk_tiles import levels, tree_sum
 from octetrl.kernels.delta_rule.state import DeltaState, SlotRows
 from octetrl.kernels.instructions import sigmoid
 from octetrl.kernels.rows.rms_norm_backward import sum_partials
-from octetrl.shapes.delta_rule import DeltaShape
+from octetrl.shapes.delta_rule import CHUNK, DeltaShape
 
 EPS = 1e-6  # of the published models
 
@@ -137,6 +139,15 @@ def _tap(x_ptr, token_R, offset_R, back, column_D, inside_RD, stride_x):
     return tl.load(x_ptr + row_R[:, None] + column_D[None, :], mask=reaches_RD, other=0.0)
 
 
+@triton.jit
+def _conv_row(position, conv_rows, TAPS: tl.constexpr):
+    """The row of a slot's `conv` that belongs to a position."""
+    ring = conv_rows - 2 * (TAPS - 1)
+    of_end = position % CHUNK_ROWS - (CHUNK_ROWS - TAPS + 1)
+    at_end = ring + position // CHUNK_ROWS % 2 * (TAPS - 1) + of_end
+    return tl.where(of_end >= 0, at_end, position % ring)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
 def _conv_heads_kernel(
     x_ptr, weight_ptr, out_ptr, cu_seqlens_ptr, slot_ptr, first_ptr, conv_ptr, num_tokens, num_sequences, stride_x,
@@ -165,7 +176,7 @@ def _conv_heads_kernel(
         if SLOTS:
             position_R = first_R + offset_R - back
             is_kept_R = (offset_R < back) & (position_R >= 0)
-            kept_R = (slot_R * conv_rows + tl.maximum(position_R, 0) % conv_rows) * CHANNELS
+            kept_R = (slot_R * conv_rows + _conv_row(tl.maximum(position_R, 0), conv_rows, TAPS)) * CHANNELS
             kept_RD = conv_ptr + kept_R[:, None] + column_D[None, :]
             x_RD = tl.where(
                 is_kept_R[:, None], tl.load(kept_RD, mask=inside_RD & is_kept_R[:, None], other=0.0), x_RD
@@ -173,9 +184,8 @@ def _conv_heads_kernel(
         weight_D = tl.load(weight_ptr + column_D * TAPS + tap, mask=d_D < size, other=0.0).to(tl.float32)
         c_RD = c_RD + x_RD.to(tl.float32) * weight_D[None, :]
     if STORE:  # x_RD is the row itself
-        kept_R = (slot_R * conv_rows + (first_R + offset_R) % conv_rows) * CHANNELS
-        is_last_RD = inside_RD & (offset_R >= length_R - conv_rows)[:, None]
-        tl.store(conv_ptr + kept_R[:, None] + column_D[None, :], x_RD, mask=is_last_RD)
+        kept_R = (slot_R * conv_rows + _conv_row(tl.maximum(first_R + offset_R, 0), conv_rows, TAPS)) * CHANNELS
+        tl.store(conv_ptr + kept_R[:, None] + column_D[None, :], x_RD, mask=inside_RD)
     y_RD = c_RD * sigmoid(c_RD, ON_GPU)
     if head < 2 * KEY_HEADS:
         rstd_R = tl.rsqrt(tree_sum(y_RD * y_RD, ROWS, BLOCK_D, LEVELS) + eps)
@@ -192,21 +202,24 @@ def _conv_heads_kernel(
 @triton.jit
 def _store_conv_kernel(
     x_ptr, cu_seqlens_ptr, slot_ptr, first_ptr, conv_ptr, stride_x, conv_rows,
-    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The last rows of each sequence, once no program reads those before them any more."""
+    """The last rows of each sequence, and those before its last chunk, once no program reads those before them any
+    more. Rows that are both are written twice."""
     sequence = tl.program_id(0)
     column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     slot = tl.load(slot_ptr + sequence)
     start, end = tl.load(cu_seqlens_ptr + sequence), tl.load(cu_seqlens_ptr + sequence + 1)
     if slot >= 0:
         first = tl.load(first_ptr + sequence)
-        oldest = tl.maximum(start, end - conv_rows)
-        for row in range(end - oldest):
-            token = oldest + row
-            kept = (slot * conv_rows + (first + token - start) % conv_rows) * CHANNELS
-            x_C = tl.load(x_ptr + token.to(tl.int64) * stride_x + column_C, mask=column_C < CHANNELS)
-            tl.store(conv_ptr + kept + column_C, x_C, mask=column_C < CHANNELS)
+        last = first + end - start  # one past it
+        ring = conv_rows - 2 * (TAPS - 1)
+        for row in range(ring + TAPS - 1):
+            position = tl.where(row < ring, last - 1 - row, (last - 1) // CHUNK_ROWS * CHUNK_ROWS - 1 - (row - ring))
+            is_new_C = (column_C < CHANNELS) & (position >= first) & (position < last)
+            kept = (slot * conv_rows + _conv_row(tl.maximum(position, 0), conv_rows, TAPS)) * CHANNELS
+            x_C = tl.load(x_ptr + (start + position - first).to(tl.int64) * stride_x + column_C, mask=is_new_C)
+            tl.store(conv_ptr + kept + column_C, x_C, mask=is_new_C)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
@@ -305,7 +318,7 @@ def conv_heads_triton(
     conv_rows, at_once = 1, False
     if rows is not None and state is not None:
         slots, conv_rows = (rows.slot_B, rows.first_position_B, state.conv), state.conv.shape[1]
-        at_once = rows.max_seqlen <= conv_rows - (shape.taps - 1)  # no row is written that another one reads
+        at_once = rows.max_seqlen <= conv_rows - 3 * (shape.taps - 1)  # no row is written that another one reads
     if num_tokens:
         _conv_heads_kernel[(triton.cdiv(num_tokens, ROWS), 2 * shape.key_heads + shape.value_heads)](
             x_TC, weight_C4, out, cu_seqlens_B1, *slots, num_tokens, num_sequences, x_TC.stride(0), conv_rows,
@@ -315,7 +328,7 @@ def conv_heads_triton(
         if rows is not None and not at_once:
             _store_conv_kernel[(num_sequences, triton.cdiv(shape.channels, 1024))](
                 x_TC, cu_seqlens_B1, *slots, x_TC.stride(0), conv_rows, CHANNELS=shape.channels, BLOCK_C=1024,
-                **options,
+                TAPS=shape.taps, **options,
             )  # fmt: skip
     keys = shape.key_heads * shape.key_size
     q, k, v = out.split([num_tokens * keys, num_tokens * keys, num_tokens * (shape.channels - 2 * keys)])
@@ -366,15 +379,19 @@ def conv_heads_reference(
         x_here = _shifted(x_TC, offset_T, shape.taps - 1 - tap)
         if rows is not None and state is not None:
             position_T = before_T + offset_T - (shape.taps - 1 - tap)
-            kept_TC = state.conv[rows.slot_B[sequence_T], position_T % state.conv.shape[1]]
+            kept_TC = state.conv[rows.slot_B[sequence_T], _row_of(position_T, state, shape)]
             from_slot_T = (offset_T < shape.taps - 1 - tap) & (position_T >= 0)
             x_here = torch.where(from_slot_T[:, None], kept_TC, x_here)
         c_TC = c_TC + x_here.float() * weight_C4[:, tap].float()
     if rows is not None and state is not None:
-        end_T = cu_seqlens_B1[1:].long()[sequence_T] - cu_seqlens_B1[sequence_T].long()
-        stored_T = inside_T & (offset_T >= end_T - state.conv.shape[1])
-        position_T = (before_T + offset_T) % state.conv.shape[1]
-        state.conv[rows.slot_B[sequence_T][stored_T], position_T[stored_T]] = x_TC[stored_T]
+        position_T = before_T + offset_T
+        end_T = before_T + (cu_seqlens_B1[1:] - cu_seqlens_B1[:-1]).long()[sequence_T]
+        behind_T = (end_T - 1) // CHUNK * CHUNK - position_T  # how far it lies before the last chunk
+        stored_T = position_T >= end_T - (state.conv.shape[1] - 2 * (shape.taps - 1))
+        stored_T |= (behind_T > 0) & (behind_T < shape.taps)
+        stored_T &= inside_T
+        row_T = _row_of(position_T, state, shape)
+        state.conv[rows.slot_B[sequence_T][stored_T], row_T[stored_T]] = x_TC[stored_T]
     y_TC = silu(c_TC.double()).float() * inside_T[:, None]
     q, k, v = _split(y_TC, shape)
     parts = _normalized(q) * shape.key_size**-0.5, _normalized(k), v
@@ -411,6 +428,14 @@ def _offsets(num_tokens: int, cu_seqlens_B1: Tensor) -> tuple[Tensor, Tensor, Te
     inside_T = sequence_T < len(cu_seqlens_B1) - 1
     sequence_T = sequence_T.clamp(max=len(cu_seqlens_B1) - 2)
     return token_T - cu_seqlens_B1[sequence_T].long(), inside_T, sequence_T
+
+
+def _row_of(position_T: Tensor, state: DeltaState, shape: DeltaShape) -> Tensor:
+    """The row of a slot's `conv` that belongs to each position."""
+    ring = state.conv.shape[1] - 2 * (shape.taps - 1)
+    of_end_T = position_T % CHUNK - (CHUNK - shape.taps + 1)
+    at_end_T = ring + position_T // CHUNK % 2 * (shape.taps - 1) + of_end_T
+    return torch.where(of_end_T >= 0, at_end_T, position_T % ring)
 
 
 def _shifted(x_TC: Tensor, offset_T: Tensor, back: int) -> Tensor:

@@ -3,13 +3,15 @@
     state       S transposed, at the start of chunk `chunk`: float32, as two planes of 16 bits
     open rows   k, d and the cumulative decay of the rows since then; row p % 64 belongs to position p, of k and the
                 decay row p % 128: programs that share them read a full chunk while the next one's first row is written
-    conv        the convolution's last inputs; row p % conv_rows belongs to position p
+    conv        the convolution's last inputs: a ring, in which row p % ring belongs to position p; behind it, of even
+                chunks and of odd ones, those of a chunk's last taps - 1 positions, which are not in the ring
 
 `high` is the float32 rounded to BF16, ties away from zero, and all that decode reads; `low` are the lower 16 bits.
 Together they are the float32 (a NaN becomes the quiet NaN), in its memory.
 
 Chunk 0 starts from S = 0, which is not read: a slot needs no clearing. A full chunk enters the state when the next
-chunk's first row is computed, so any open row may be written again.
+chunk's first row is computed, so any open row may be written again. A sequence may therefore go back to any of the
+last positions that the ring has, and always to the start of chunk `chunk`: a copy of a slot is a snapshot of that.
 
 H heads of q and k or of v, V and K their sizes, C channels.
 """
@@ -37,6 +39,10 @@ class DeltaState(NamedTuple):
     chunk: Tensor  # [slots, value heads, slices of V] int32; a slice has 64 columns
     conv: Tensor  # [slots, conv_rows, C], the model's dtype
 
+    def of_layer(self, layer: int) -> DeltaState:
+        """The slots of one layer, of states whose tensors have layers as their first axis."""
+        return DeltaState(*(kept[layer] for kept in self))
+
 
 class SlotRows(NamedTuple):
     """Which rows of a forward belong to which slot. Every row belongs to a sequence.
@@ -52,13 +58,18 @@ class SlotRows(NamedTuple):
 
 
 def empty_state(
-    shape: DeltaShape, slots: int, conv_rows: int, dtype: torch.dtype, device: torch.device | str | None = None
+    shape: DeltaShape,
+    slots: int,
+    conv_rows: int,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+    layers: tuple[int] | tuple[()] = (),
 ) -> DeltaState:
-    """Slots of unspecified content."""
+    """Slots of unspecified content. `layers`: their number, if the tensors are to have them as their first axis."""
     key_heads, value_heads, K, V, _ = shape
 
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(slots, *sizes, dtype=dtype, device=device)
+        return torch.empty(*layers, slots, *sizes, dtype=dtype, device=device)
 
     return DeltaState(
         high=empty(value_heads, V, K, dtype=torch.bfloat16),
@@ -71,10 +82,10 @@ def empty_state(
     )
 
 
-def copy_slots(state: DeltaState, source_N: Tensor, target_N: Tensor) -> None:
-    """Copy slots of one layer. int64; no target is a source or occurs twice."""
+def copy_slot(state: DeltaState, source: int, target: int) -> None:
+    """Copy a slot in all layers, which are the tensors' first axis: one launch for each tensor."""
     for kept in state:
-        kept[target_N] = kept[source_N]
+        kept[:, target].copy_(kept[:, source])
 
 
 def split_planes(x: Tensor) -> tuple[Tensor, Tensor]:

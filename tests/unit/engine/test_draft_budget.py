@@ -297,7 +297,7 @@ class OneSequence:
         transcript: Any = SimpleNamespace(num_added=lambda batch: 1, num_new=lambda batch: [0])
         transcript.since = lambda sequence, first: ([],)
         scheduler: Any = SimpleNamespace(clock=0)
-        runner: Any = SimpleNamespace(graphs=self.graphs, padded_rows=lambda rows: rows)
+        runner: Any = SimpleNamespace(graphs=self.graphs, padded_rows=lambda rows: rows, draft_chunk=1 << 40)
         tally: Any = SimpleNamespace(max_batch=4, count_results=lambda count: None)
         cache: Any = None
         self.drafts = Speculator(SpeculationConfig(name="ngram"), Silent(), transcript, scheduler, runner, cache, tally)

@@ -36,8 +36,9 @@ class Simulation:
     """A cache that holds token ids: what a query would read must be its own sequence's tokens. Results come `lag`
     forwards late; a sequence `ends_at` a number of tokens that the scheduler does not know of."""
 
-    def __init__(self, num_pages: int, max_batch: int, prefill_chunk: int, lag: int = 0) -> None:
-        self.blocks = BlockManager(num_pages, PAGE)
+    def __init__(self, num_pages: int, max_batch: int, prefill_chunk: int, lag: int = 0, page: int = PAGE) -> None:
+        self.page = page
+        self.blocks = BlockManager(num_pages, page)
         self.scheduler = Scheduler(self.blocks, max_batch=max_batch, prefill_chunk=prefill_chunk, keeps_prefixes=True)
         self.max_batch, self.prefill_chunk, self.lag = max_batch, prefill_chunk, lag
         self.slots: dict[tuple[int, int], int] = {}
@@ -131,19 +132,19 @@ class Simulation:
         before = dict(self.slots)
         assert len({target for _, target in step.page_copies}) == len(step.page_copies), "two copies to one page"
         for source, target in step.page_copies:
-            for offset in range(PAGE):
+            for offset in range(self.page):
                 self.slots[target, offset] = before.get((source, offset), -1)
 
     def _write(self, owner: RunningSequence | Prefix, position: int, token: int) -> None:
-        page = owner.pages[position // PAGE]
+        page = owner.pages[position // self.page]
         expected_owners = 1
         if isinstance(owner, Prefix):  # siblings share it before it is filled
             expected_owners += sum(page in s.pages for s in self.scheduler.running)
         assert self.blocks._owners[page] == expected_owners, "a shared page was written"
-        self.slots[page, position % PAGE] = token
+        self.slots[page, position % self.page] = token
 
     def _read(self, owner: RunningSequence | Prefix, expected: list[int]) -> None:
-        held = [self.slots[owner.pages[p // PAGE], p % PAGE] for p in range(len(expected))]
+        held = [self.slots[owner.pages[p // self.page], p % self.page] for p in range(len(expected))]
         assert held == expected
 
 
@@ -373,7 +374,7 @@ def test_what_a_free_page_holds_is_found_until_the_page_is_taken() -> None:
         blocks.release(owner)
     blank = [blocks.allocate(), blocks.allocate()]
     assert not set(blank) & set(pages[:2])  # blank pages go first,
-    assert [blocks.allocate(), blocks.allocate()] == pages[:2]  # then the one released longest ago
+    assert [blocks.allocate(), blocks.allocate()] == pages[1::-1]  # then a sequence's last ones, released longest ago
     assert blocks.find((1, 2)) == []
     blocks.check([blank, pages[:2]])
 

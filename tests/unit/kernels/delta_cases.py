@@ -50,7 +50,9 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds:
     return torch.stack(rows)
 
 
-def poisoned_state(slots: int, dtype: torch.dtype, shape: DeltaShape = SHAPE, conv_rows: int = 4) -> DeltaState:
+def poisoned_state(
+    slots: int, dtype: torch.dtype, shape: DeltaShape = SHAPE, conv_rows: int = SHAPE.conv_rows(1)
+) -> DeltaState:
     """Slots full of NaN, as memory may be."""
     state = empty_state(shape, slots, conv_rows, dtype)
     for kept in state:

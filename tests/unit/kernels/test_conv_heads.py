@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_equals_torch(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.double(), want, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize(("longest", "conv_rows"), [(1, 4), (3, 6), (40, 4)])
+@pytest.mark.parametrize(("longest", "conv_rows"), [(1, 10), (3, 12), (40, 10)])
 def test_pieces_have_the_bits_of_whole_sequences(longest: int, conv_rows: int) -> None:
     x, weight = _inputs(torch.bfloat16)
     bounds = bounds_of(*LENGTHS).tolist()
@@ -85,6 +87,22 @@ def test_wrong_drafts_leave_nothing_and_idle_rows_are_zero() -> None:
     assert not any(part.any() for part in run(x[:2], 3, -1))
     assert torch.equal(state.conv.view(torch.int16), before.view(torch.int16))
     assert all(torch.equal(got, want[16:19]) for got, want in zip(run(x[16:19], 16, 1), whole, strict=True))
+
+
+@pytest.mark.parametrize("run", [conv_heads_reference, conv_heads_triton])
+@pytest.mark.parametrize("pieces", [(150, 41), (63, 37, 28, 5, 58), (192,)])
+def test_a_slot_goes_back_to_the_start_of_its_last_chunk(pieces: tuple[int, ...], run: Any) -> None:
+    x, weight = normal(200, SHAPE.channels, dtype=torch.bfloat16), _inputs(torch.bfloat16)[1]
+    state = poisoned_state(1, torch.bfloat16, SHAPE)
+
+    def of(first: int, end: int) -> Heads:
+        rows = SlotRows(bounds_of(end - first), torch.tensor([0]), torch.tensor([first]), end - first)
+        return run(x[first:end], weight, rows.cu_seqlens_B1, SHAPE, rows, state)
+
+    for first, count in zip(accumulate((0, *pieces)), pieces, strict=False):
+        of(first, first + count)
+    whole = run(x, weight, bounds_of(200), SHAPE)
+    assert all(torch.equal(mine, theirs[128:]) for mine, theirs in zip(of(128, 200), whole, strict=True))
 
 
 def test_gradients_equal_autograd_in_float64() -> None:

@@ -26,7 +26,7 @@ from octetrl.kernels.delta_rule.delta_rule_packed_backward import delta_rule_pac
 from octetrl.kernels.delta_rule.delta_rule_reference import load_slots
 from octetrl.kernels.delta_rule.delta_rule_rows import delta_rule_rows
 from octetrl.kernels.delta_rule.delta_rule_slots import delta_rule_slots_reference, delta_rule_slots_triton
-from octetrl.kernels.delta_rule.state import DeltaState, SlotRows, copy_slots, join_planes, split_planes
+from octetrl.kernels.delta_rule.state import DeltaState, SlotRows, copy_slot, join_planes, split_planes
 from octetrl.shapes.delta_rule import DeltaShape
 from tests.unit.kernels.delta_cases import SHAPE, bounds_of, delta_inputs, poisoned_state, recurrence
 
@@ -73,7 +73,8 @@ def test_rows_of_siblings_drafts_and_repeated_forwards() -> None:
         return delta_rule_slots_reference(*(x[first:end] for x in of), _rows([first], [end - first], [slot]), state)
 
     run(inputs, 0, 60, 2)
-    copy_slots(state, torch.tensor([2, 2]), torch.tensor([0, 1]))
+    for target in (0, 1):
+        copy_slot(DeltaState(*(kept[None] for kept in state)), 2, target)
     run(others, 60, 64, 0)  # drafts, one of them the chunk's last row
     assert torch.equal(run(inputs, 60, 64, 0), whole[60:64])
     for _ in range(2):  # the second time nothing enters the state again

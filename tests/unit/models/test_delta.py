@@ -12,6 +12,7 @@ import torch
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import STATES, estimate_memory, state_slots
 from octetrl.config.rules_shape import spec_problems
+from octetrl.engine.sequence_states import SequenceStates
 from octetrl.fp8.policy import precision_policy
 from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
 from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
@@ -43,7 +44,7 @@ def test_the_published_mixture() -> None:
     assert kinds(spec) == ([GatedDeltaLayout] * 3 + [GatedAttentionLayout]) * 10
     assert spec.num_parameters == 34_660_610_688 and spec.rotary_size == 64
     state = DeltaShape(16, 32, 128, 128)
-    assert spec.state_bytes(2) == 30 * state.slot_bytes(4) and spec.fp8_k_is_safe
+    assert spec.state_bytes(2) == 30 * state.slot_bytes(state.conv_rows(1)) and spec.fp8_k_is_safe
 
 
 @pytest.mark.parametrize("content", [TEXT, OUTER, preset_config("tiny-delta")], ids=["text", "outer", "preset"])
@@ -90,10 +91,15 @@ def test_a_gpu_runs_heads_of_the_published_size() -> None:
     assert "linear_key_head_dim" in str(spec_from_config(TEXT).refused_on_gpu())
 
 
-def test_a_scalar_head_needs_the_text_model_alone() -> None:
+def test_a_scalar_heads_config_is_that_of_the_text_model_alone() -> None:
+    spec = spec_from_config(OUTER, scalar=True)
+    written = hf_config(spec, scalar=True)
+    assert written["model_type"] == "qwen3_5_text" and "text_config" not in written
+    assert spec_from_config(written, scalar=True) == spec == spec_from_config(OUTER)
+    around = OUTER | {"architectures": ["Qwen3_5ForSequenceClassification"]}
+    assert spec_from_config(around, scalar=True) == spec
     with pytest.raises(UserError):
-        spec_from_config(OUTER, scalar=True)
-    assert spec_from_config(TEXT, scalar=True).family == "qwen3_5_text"
+        spec_from_config(around)
 
 
 def test_new_weights_are_those_of_the_layouts() -> None:
@@ -111,24 +117,33 @@ def fields_of(spec: ModelSpec, **sections: Any) -> list[tuple[str, ...]]:
     return [problem.fields for problem in spec_problems(recipe_from_mapping(mapping), spec)]
 
 
-def test_settings_of_the_engine_that_a_state_does_not_allow() -> None:
+def test_settings_that_these_models_do_not_allow() -> None:
     spec = replace(spec_from_config(TEXT), max_positions=1 << 20)
     assert fields_of(spec) == []
-    assert fields_of(spec, engine={"speculation": {"name": "ngram"}}) == [("engine.speculation.name",)]
-    assert fields_of(spec, engine={"prefix_cache": "keep"}) == [("engine.prefix_cache",)]
+    assert fields_of(spec, engine={"speculation": {"name": "ngram"}, "prefix_cache": "keep"}) == []
     outer = replace(spec_from_config(OUTER), max_positions=1 << 20)
-    assert fields_of(outer, algorithm={"name": "ppo"}) == [("algorithm.name",)]
-    assert fields_of(outer, algorithm={"name": "ppo"}, critic={"path": "c"}) == fields_of(outer) == []
+    assert fields_of(outer, algorithm={"name": "ppo"}) == []
     mixture = spec_from_config(preset_config("qwen3.5-35b-a3b"))
     lora = {"path": "m", "lora": {"rank": 8, "experts": True}}
     assert fields_of(mixture, model=lora) == [("model.lora.experts",)]
 
 
-def test_the_memory_estimate_has_the_slots() -> None:
-    spec = spec_from_config(TEXT)
-    recipe = recipe_from_mapping({"model": {"path": "m"}, "environment": {"dataset": "d"}, "engine": {"max_batch": 6}})
+@pytest.mark.parametrize(
+    ("engine", "slots", "most_rows"),
+    [
+        ({}, 10, 1),
+        ({"prefix_cache": "off"}, 8, 1),
+        ({"state_snapshots": 7, "speculation": {"name": "ngram", "max_draft_tokens": 5}}, 15, 6),
+    ],
+)
+def test_the_memory_estimate_has_the_slots(engine: dict[str, Any], slots: int, most_rows: int) -> None:
+    spec, sections = spec_from_config(TEXT), {"model": {"path": "m"}, "environment": {"dataset": "d"}}
+    recipe = recipe_from_mapping({**sections, "engine": {"max_batch": 6, **engine}})
     policy = precision_policy(spec, recipe.fp8)
     estimate = estimate_memory(recipe, spec, policy.precisions(), on_gpu=True, device_bytes=1 << 36)
     (part,) = (part for part in estimate.parts if part.name == STATES)
-    states = Decoder(spec, policy, "rollout", device="meta").layers[0].attention.empty_state(8, torch.device("meta"))
-    assert state_slots(6) == 8 and part.num_bytes == sum(one.nbytes for one in states) and part.when == "generating"
+    model = Decoder(spec, policy, "rollout", device="meta")
+    states = SequenceStates(model, state_slots(recipe.engine, 6), torch.device("meta"), recipe.engine.most_rows)
+    assert state_slots(recipe.engine, 6) == slots and recipe.engine.most_rows == most_rows
+    assert part.num_bytes == sum(kept.nbytes for one in states.layers.values() for kept in one)
+    assert part.when == "generating"

@@ -44,10 +44,23 @@ def scalars(model: ScalarDecoder, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return token_ids_T, model.scalars(model(token_ids_T, positions_T, context))
 
 
-@pytest.fixture(params=["llama", "qwen2-tied"])
+def put_around(folder: Path) -> None:
+    """Makes the model a part of one that reads images."""
+    text = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {"depth": 1}}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): one for name, one in tensors.items()}
+    tensors["model.visual.patch.weight"] = torch.ones(2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(params=["llama", "qwen2-tied", "qwen3_5_text"])
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ScalarDecoder, Path]:
     """A scalar model with a head that is not zero, and its folder."""
     hf_model(request.param).save_pretrained(tmp_path / "causal")
+    if request.param == "qwen3_5_text":
+        put_around(tmp_path / "causal")
     model = scalar_of(tmp_path / "causal", new_head=True)
     assert not model.score.weight.any()
     with torch.no_grad():

@@ -90,8 +90,8 @@ class GatedDeltaLayout(BlockLayout):
             "value size (linear_num_value_heads * linear_value_head_dim)": self.value_width,
         }
 
-    def state_bytes(self, spec: ModelSizes, value_bytes: int) -> int:
-        return self.shape.slot_bytes(self.shape.conv_rows(1), value_bytes)
+    def state_bytes(self, spec: ModelSizes, value_bytes: int, most_rows: int) -> int:
+        return self.shape.slot_bytes(self.shape.conv_rows(most_rows), value_bytes)
 
     def refused_on_gpu(self) -> str | None:
         sizes = self.shape.key_size, self.shape.value_size

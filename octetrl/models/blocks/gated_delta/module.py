@@ -25,7 +25,6 @@ from octetrl.kernels.delta_rule.decay_and_beta import decay_and_beta
 from octetrl.kernels.delta_rule.delta_rule_packed import delta_rule_packed
 from octetrl.kernels.delta_rule.delta_rule_slots import delta_rule_slots
 from octetrl.kernels.delta_rule.gated_rms_norm import gated_rms_norm
-from octetrl.kernels.delta_rule.state import DeltaState, empty_state
 from octetrl.layers.context import Context, PackedContext, PagedContext
 from octetrl.layers.float32_product import Float32Product
 from octetrl.layers.linear import Projection
@@ -79,10 +78,6 @@ class GatedDelta(Block):
     @property
     def codes_reader(self) -> Projection | None:
         return self.in_proj_qkvz
-
-    def empty_state(self, slots: int, device: torch.device) -> DeltaState:
-        """Slots of sequences, of unspecified content: a sequence's first token reads nothing."""
-        return empty_state(self.shape, slots, self.shape.conv_rows(1), self.dtype, device)
 
     def forward(self, x_TE: Tensor, rotary: Rotary, context: Context) -> Tensor:
         projected = self.split(self.in_proj_qkvz(x_TE), *self.small_products(x_TE))
