@@ -1,6 +1,8 @@
 """Load and check the tokenizer of a model folder. Only this module uses transformers' tokenizer classes.
 
 transformers is imported when a tokenizer is loaded, because its import takes seconds. Missing files are refused before.
+AutoTokenizer imports text generation and torch's compiler too, which takes another three CPU seconds: a folder that
+names the general class is loaded without it.
 
 **Trial.** Try a call of foreign code in a copy of this process, with limits of time and memory.
 """
@@ -28,6 +30,8 @@ from octetrl.system.json_file import read_json, read_text
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
+GENERAL_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # two names of one class
+WITH_A_CLASS_OF_THEIR_OWN = ("qwen2",)  # model types for which AutoTokenizer overrides the general class
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"(?!")')
 _STEPS = re.compile(rb'"(?:normalizer|decoder)"\s*:\s*(?=\{)')
@@ -53,10 +57,9 @@ def load_tokenizer(
     `vocab_size` (None: not checked)."""
     path = check_tokenizer_files(folder, remedy=remedy)
     text = None if template is None else read_template(template)
-    from transformers import AutoTokenizer
-
+    loader = _loader(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = loader.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _try_out(tokenizer)
     except Exception as error:  # the tokenizers library raises a plain Exception; only library code runs in this block
         _refuse_config(path)
@@ -183,6 +186,21 @@ def tokenizer_folder(recipe: Recipe) -> Path:
         return Path(recipe.model.tokenizer)
     assert recipe.model.path is not None, "validated: a preset needs model.tokenizer"
     return Path(recipe.model.path)
+
+
+def _loader(path: Path) -> Any:
+    """The class whose from_pretrained loads this folder: the one that it names, if that is the general one, else
+    AutoTokenizer, which gives the same for such a folder."""
+    names = ("tokenizer_config.json", "config.json")
+    settings, config = ({} if not (path / name).is_file() else read_json(path / name) for name in names)
+    is_general = settings.get("tokenizer_class") in GENERAL_CLASSES and "auto_map" not in settings
+    if is_general and (path / VOCABULARIES[0]).is_file() and config.get("model_type") not in WITH_A_CLASS_OF_THEIR_OWN:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _refuse_config(path: Path) -> None:

@@ -100,7 +100,7 @@ def zero_moment(parameter: Tensor, states: StateFormat, host: HostMemory | None)
     """A moment of zeros: in `host`, or if that is None on the parameter's device."""
 
     def zeros(like: Tensor) -> Tensor:
-        return torch.zeros_like(like, device=parameter.device) if host is None else host.take(like)
+        return parameter.new_zeros(like.shape, dtype=like.dtype) if host is None else host.take(like)
 
     meta = meta_moment(parameter, states)
     if meta.exponents is None:

@@ -16,12 +16,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.run.loop import train
 
-__all__ = ["AutoTokenizer", "Kill", "start"]  # its name alone imports it: transformers' modules are lazy
+__all__ = ["Kill", "PreTrainedTokenizerFast", "start"]  # its name alone imports it: transformers' modules are lazy
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload([__name__])

@@ -86,7 +86,7 @@ def test_fp8_in_the_rollout_alone_has_a_mismatch(model: Path, tmp_path: Path) ->
     [
         {"model.lora": {"rank": 1, "targets": ["k_proj", "gate_proj"]}},
         {"fp8.ignore": ["*.down_proj"], "trainer.minibatches": 2},
-        {"trainer.activation_checkpointing": "none", "trainer.optimizer.master": "stochastic_rounding"},
+        {"trainer.activation_checkpointing": "layer", "trainer.optimizer.master": "stochastic_rounding"},
         {"engine.prefill_chunk": 16, "engine.max_batch": 3, "engine.kv_cache_tokens": 256},
     ],
 )

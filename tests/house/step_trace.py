@@ -74,7 +74,7 @@ def trace_step(run: Run) -> Trace:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        changes = {"rollout.group_size": 2, "evaluation.every": 0}
+        changes = {"rollout.group_size": 2, "evaluation.every": 0, "trainer.activation_checkpointing": "attention"}
         recipe = tiny_recipe(make_model(Path(folder) / "model"), Path(folder) / "run", changes)
         trace = trace_step(build_run(recipe))
     if "--files" in sys.argv:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from octetrl.data import tokenizer as trial
 from octetrl.data.tokenizer import check_tokenizer_files, load_tokenizer, save_tokenizer_files
+from octetrl.models.family import FAMILIES
 from octetrl.run.tiny_model import ASSISTANT, END, USER, save_tokenizer
 from octetrl.system.errors import UserError
 
@@ -25,6 +27,30 @@ def test_it_comes_back_from_its_folder(folder: Path) -> None:
     text = "45 + 12 = 57, naïve – 字"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([tokenizer.eos_token_id]) == END
+
+
+def change_settings(folder: Path, **changes: object) -> None:
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+
+
+def test_it_is_the_one_that_auto_tokenizer_loads(folder: Path) -> None:
+    """Whatever the class that the folder names, and the type of the model beside it: also types of which transformers
+    says that the class of their files is wrong."""
+    from transformers import AutoTokenizer  # not for every process of the tests: it takes seconds
+    from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
+
+    assert type(load_tokenizer(folder)) is type(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    one, other = trial.GENERAL_CLASSES
+    cases = [*product([one], sorted({*FAMILIES, *MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS}))]
+    cases += product([other, "Qwen2Tokenizer"], ["llama", "qwen2", "qwen3"])
+    for named, model_type in cases:
+        change_settings(folder, tokenizer_class=named)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        ours = trial._loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        assert (type(ours), repr(ours)) == (type(theirs), repr(theirs)), (named, model_type)
+        assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 def test_a_digit_is_a_token(folder: Path) -> None:
@@ -157,6 +183,7 @@ def test_a_prefix_that_aborts_the_tokenizers_library(folder: Path) -> None:
 
 def test_a_config_that_transformers_can_not_read_is_named_with_its_key(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "head_dim": None}))
+    change_settings(folder, tokenizer_class="Qwen2Tokenizer")
     said = refusal(folder)
     assert "config.json: transformers can't read it" in said and "'head_dim'" in said
 
