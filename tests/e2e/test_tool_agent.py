@@ -18,7 +18,7 @@ from tests.house.tree import REPO
 pytestmark = pytest.mark.slow
 QUIET = ["cluster.device=cpu", "cluster.cpu_threads=1", "logging.tensorboard=false", "logging.console=quiet"]
 
-STEPS = 14  # of the recipe's 20: it has learnt by then
+STEPS = 11  # of the recipe's 20: it has learnt by then
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def mean(lines: list[dict[str, Any]], name: str) -> float:
 def test_reward_goes_up_because_it_asks(trained: Path) -> None:
     lines = read_lines(trained / "metrics.jsonl")
     first, last = lines[:3], lines[-3:]
-    assert mean(first, "reward/mean") < 0.6 and mean(last, "reward/mean") > 0.65
-    assert mean(first, "environment/asked") < 0.7 and mean(last, "environment/asked") > 0.85
+    assert mean(first, "reward/mean") < 0.5 and mean(last, "reward/mean") > 0.62
+    assert mean(first, "environment/asked") < 0.65 and mean(last, "environment/asked") > 0.85
     assert mean(last, "reward/component/right") == mean(last, "reward/mean")
     assert max(line["mismatch/max_abs_diff"] for line in lines) == 0.0  # FP8 end to end, and the same on both sides
     assert all(line["rollout/tool_error"] == line["rollout/environment_error"] == 0 for line in lines)
@@ -58,4 +58,4 @@ def test_its_rollouts_hold_calls_and_answers(trained: Path) -> None:
         assert call["replies"][0]["role"] == "tool"
         assert answer["text"].strip() == row["answer"] == row["turns"][-2]["replies"][0]["text"]
         assert len(row["token_ids"]) == sum(turn["num_tokens"] for turn in row["turns"]) == len(row["logprobs"])
-    assert json.dumps(rows).count("tool_response") == 0  # of the template: in tokens alone
+    assert json.dumps(asked).count("tool_response") == 0  # of the template: in tokens alone
