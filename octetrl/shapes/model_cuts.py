@@ -36,7 +36,7 @@ def why_not_cut(spec: ModelSpec, size: int) -> str | None:
 def why_not_shared(spec: ModelSpec, size: int) -> str | None:
     """Say why `size` workers cannot train on one micro-batch together, each with all its tokens of some heads. None:
     they can."""
-    if any(block.is_whole_layer or block.state_bytes(spec, 2) for block in spec.distinct_blocks):
+    if any(block.is_whole_layer or block.state_bytes(spec, 2, 1) for block in spec.distinct_blocks):
         return f"the blocks of {spec.family} need all tokens on one worker"
     if spec.num_heads % size or (spec.num_kv_heads % size and size % spec.num_kv_heads):
         return f"the model's {spec.num_heads} heads and {spec.num_kv_heads} KV heads do not divide among {size} workers"
