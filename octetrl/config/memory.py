@@ -324,7 +324,8 @@ def _activations(
     num_fp8 = len(precisions.fp8_train)
     formats = {True} if num_fp8 else set()
     formats |= {False} if num_fp8 < sum(1 for _ in spec.linears()) else set()
-    layers = [_LayerMemory(spec, layer, tokens, value_bytes, formats, frozen) for layer in range(spec.num_layers)]
+    kinds = [TrainedAs(value_bytes, fp8, **where) for fp8 in formats]
+    layers = [_LayerMemory(spec, layer, tokens, kinds) for layer in range(spec.num_layers)]
     again = spec.num_layers if trainer.checkpointed_layers is None else trainer.checkpointed_layers
     again = 0 if keep == "none" else min(again, spec.num_layers)
     others = sum(layer.kept("none") for layer in layers[again:])
@@ -359,14 +360,12 @@ def _activations(
 class _LayerMemory:
     """Memory of one layer of models/training_forward.py. If the model has FP8 and other linears, the larger counts."""
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, tokens: int, value_bytes: int, formats: Collection[bool], frozen: bool
-    ) -> None:
-        """`formats`: whether linears are FP8; both values if some are. `frozen`: only adapters are trained."""
+    def __init__(self, spec: ModelSpec, layer: int, tokens: int, formats: Sequence[TrainedAs]) -> None:
+        """`formats`: with FP8 linears and with others, if there are both."""
         self.tokens = tokens
-        self.stream = value_bytes * spec.hidden_size  # bytes per token of a residual or a norm's result
+        self.stream = formats[0].value_bytes * spec.hidden_size  # bytes per token of a residual or a norm's result
         self.hidden = spec.hidden_size
-        self.formats = [TrainedAs(value_bytes, fp8, frozen) for fp8 in formats]
+        self.formats = formats
         self.blocks = [[block.memory(spec, how) for block in spec.blocks_of(layer)] for how in self.formats]
 
     def kept(self, keep: str) -> int:

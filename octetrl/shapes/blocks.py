@@ -225,6 +225,7 @@ class TrainedAs:
     value_bytes: int  # bytes of one value in the model's dtype
     fp8: bool  # whether its linears are FP8
     frozen: bool  # whether its weights are frozen, because only adapters are trained
+    on_gpu: bool = True
 
     @property
     def operand_bytes(self) -> float:

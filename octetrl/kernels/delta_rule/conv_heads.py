@@ -359,6 +359,8 @@ def conv_heads_backward_triton(
 
 # ---------------------------------------------------------------- plain torch
 
+PIECE = 256  # tokens
+
 
 def conv_heads_reference(
     x_TC: Tensor,
@@ -392,7 +394,9 @@ def conv_heads_reference(
         stored_T &= inside_T
         row_T = _row_of(position_T, state, shape)
         state.conv[rows.slot_B[sequence_T][stored_T], row_T[stored_T]] = x_TC[stored_T]
-    y_TC = silu(c_TC.double()).float() * inside_T[:, None]
+    for rows_C in c_TC.split(PIECE):  # float64 takes much memory
+        rows_C.copy_(silu(rows_C.double()))
+    y_TC = c_TC.mul_(inside_T[:, None])
     q, k, v = _split(y_TC, shape)
     parts = _normalized(q) * shape.key_size**-0.5, _normalized(k), v
     return Heads(*(part.to(x_TC.dtype).contiguous() for part in parts))

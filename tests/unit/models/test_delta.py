@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from octetrl.config.load import recipe_from_mapping
 from octetrl.config.memory import STATES, estimate_memory, state_slots
 from octetrl.config.rules_shape import spec_problems
 from octetrl.engine.sequence_states import SequenceStates
 from octetrl.fp8.policy import precision_policy
+from octetrl.kernels.delta_rule.conv_heads import conv_heads_backward_reference
+from octetrl.kernels.delta_rule.delta_rule_packed import delta_rule_packed_backward_reference
 from octetrl.models.blocks.gated_attention.layout import GatedAttentionLayout
-from octetrl.models.blocks.gated_delta.layout import GatedDeltaLayout
+from octetrl.models.blocks.gated_delta.layout import CONV_ON_CPU, GatedDeltaLayout
 from octetrl.models.decoder import Decoder
 from octetrl.models.families import hf_config, spec_from_config
 from octetrl.models.weight_files import pieces
@@ -23,6 +28,7 @@ from octetrl.shapes.delta_rule import DeltaShape
 from octetrl.shapes.presets import preset_config
 from octetrl.shapes.spec import ModelSpec
 from octetrl.system.errors import UserError
+from tests.unit.kernels.delta_cases import bounds_of, delta_inputs
 from tests.unit.models.tiny_families import DELTA, SHAPE, made
 
 TEXT = SHAPE | DELTA | {"model_type": "qwen3_5_text"}
@@ -147,3 +153,36 @@ def test_the_memory_estimate_has_the_slots(engine: dict[str, Any], slots: int, m
     assert state_slots(recipe.engine, 6) == slots and recipe.engine.most_rows == most_rows
     assert part.num_bytes == sum(kept.nbytes for one in states.layers.values() for kept in one)
     assert part.when == "generating"
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that tensors made under it took at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.held = 0, 0, dict[int, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for storage in (one.untyped_storage() for one in tree_leaves(made) if isinstance(one, torch.Tensor)):
+            if storage._cdata not in self.held:
+                self.held[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, storage._cdata)
+        return made
+
+    def _free(self, key: int) -> None:
+        self.now -= self.held.pop(key)
+
+
+def test_the_estimate_for_a_cpu_has_what_the_plain_backward_takes() -> None:
+    shape, tokens = DeltaShape(2, 4, 64, 64), 512
+    inputs = delta_inputs(tokens, shape, torch.bfloat16)
+    with Allocated() as rule:
+        delta_rule_packed_backward_reference(inputs[2], *inputs, bounds_of(tokens))
+    assert 0.8 < rule.most / (4 * tokens * GatedDeltaLayout(shape)._rule_on_cpu()) < 1.02
+    x, weight = torch.randn(tokens, shape.channels).bfloat16(), torch.randn(shape.channels, 4).bfloat16()
+    with Allocated() as conv:
+        conv_heads_backward_reference(*inputs[:3], x, weight, bounds_of(tokens), shape)
+    assert 0.8 < conv.most / (4 * tokens * CONV_ON_CPU * shape.channels) < 1.02

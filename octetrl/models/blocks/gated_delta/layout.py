@@ -20,6 +20,7 @@ from octetrl.shapes.delta_rule import CHUNK, DeltaShape
 from octetrl.shapes.sizes import ModelSizes
 
 FIRST_DECAY = -2.0  # A_log of a new model: with dt_bias 1, a token keeps about 0.84 of the state
+CONV_ON_CPU = 13  # float32 values of a channel in the plain backward of the convolution, with four taps
 HEAD_SIZE = 128  # of the kernels; published models have no other
 
 
@@ -69,19 +70,30 @@ class GatedDeltaLayout(BlockLayout):
     def memory(self, spec: ModelSizes, how: TrainedAs) -> BlockMemory:
         """Saved: what the projections give. Costly: the rule's output. The backward's peak, in the rule, has q, k, v,
         their gradients and those of qkv, four tensors like v, and for each chunk its state, the state's gradient and
-        three tiles of a row for each of its rows (kernels/delta_rule/delta_rule_packed_backward.py)."""
+        three tiles of a row for each of its rows (kernels/delta_rule/delta_rule_packed_backward.py). On a CPU it has q,
+        k, v, the gradients of the output and z, and what the plain forms compute in float32."""
         b, channels, values = how.value_bytes, self.shape.channels, self.value_width
         small = 4 * 4 * self.shape.value_heads  # b, a, and their gradients
         weights = 0 if how.frozen else b * sum(linear.num_weights for linear in self.linears(spec))
         saved = b * (channels + values) + small
         chunks = 2 * values * self.shape.key_size / CHUNK + 3 * self.shape.value_heads * CHUNK
+        peak = b * spec.hidden_size + saved + b * (3 * channels + 4 * values + chunks)
+        if not how.on_gpu:
+            peak = b * (channels + 2 * values) + 4 * max(self._rule_on_cpu(), CONV_ON_CPU * channels)
         return BlockMemory(
             saved=saved,
             costly=b * values,
             made_with_costly=b * channels + small / 2,
-            peaks=(Peak(b * spec.hidden_size + saved + b * (3 * channels + 4 * values + chunks), weights),),
+            peaks=(Peak(peak, weights),),
             of_weights=weights,
         )
+
+    def _rule_on_cpu(self) -> float:
+        """Float32 values of a token in the plain backward of the rule, of one sequence: of each value head 13 tiles of
+        a row, six tensors like k and eight like v, and of each chunk six like its state."""
+        shape = self.shape
+        rows = 13 * CHUNK + 6 * shape.key_size + 8 * shape.value_size
+        return shape.value_heads * (rows + 6 * shape.key_size * shape.value_size / CHUNK)
 
     def sizes(self, spec: ModelSizes) -> Mapping[str, int]:
         shape = self.shape
