@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from octetrl.config.load import parse_yaml
 from octetrl.config.ranking import kept_steps
@@ -39,7 +40,7 @@ from octetrl.system.errors import RunFailed, UserError
 from octetrl.telemetry.curves import short_reason
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
-from octetrl.trainer.file_digests import MANIFEST, altered_files, parse_manifest
+from octetrl.trainer.file_digests import MANIFEST, STEP_NAME, altered_files, parse_manifest
 
 HOLDER = "holder"
 JOURNAL = (METRICS_FILE, WARNINGS, HISTORY_FILE, REPORT, RUN_FILE, RECIPE_FILE)
@@ -54,7 +55,7 @@ Manifest = Mapping[str, Any]
 
 
 class StoreLost(UserError):
-    """Another process continues the run of this store."""
+    """This process is not the holder of the store any more."""
 
 
 class RunStore:
@@ -94,6 +95,10 @@ class RunStore:
         with self._explained("find"):
             if self._fs.async_impl and not self._fs.exists(bucket := self._root.split("/")[0]):
                 raise FileNotFoundError(f"there is no bucket '{bucket}'")
+
+    def is_at(self, folder: Path) -> bool:
+        """Whether it is this folder of this machine."""
+        return isinstance(self._fs, LocalFileSystem) and Path(self._root).resolve() == folder.resolve()
 
     def read(self, name: str) -> bytes | None:
         """None: there is no such object."""
@@ -165,8 +170,10 @@ def refuse_store(recipe: Recipe, *, resumes: bool) -> None:
     sizes = store.sizes()
     if not sizes:
         store.refuse_no_bucket()
+    if store.is_at(Path(recipe.output_dir)):
+        raise UserError(f"{_FIELD}: '{store.url}' is output_dir itself; choose another folder, or set it to null")
     if sizes and HOLDER not in sizes:
-        some = ", ".join(sorted(sizes)[:3])
+        some = ", ".join(sorted(sizes)[:3]) or "a file"
         raise UserError(f"{_FIELD}: '{store.url}' holds {some}, which no run wrote; choose another folder")
     if not resumes and store.manifests(sizes):
         raise UserError(f"{_FIELD}: '{store.url}' already holds a run; continue it with --resume, or choose another")
@@ -186,7 +193,9 @@ def fetch_recipe(url: str, output_dir: str | None) -> Path:
     content = RunStore(url).read(RECIPE_FILE)
     if content is None:
         raise UserError(f"--resume: '{url}' holds no run (no {RECIPE_FILE}); give the checkpoint.store of a run")
-    tree = parse_yaml(content.decode(), f"{url}/{RECIPE_FILE}")
+    tree = parse_yaml(content.decode(errors="replace"), f"{url}/{RECIPE_FILE}")
+    if not isinstance(tree, dict) or "output_dir" not in tree:
+        raise UserError(f"--resume: {url}/{RECIPE_FILE} is not the recipe of a run (no output_dir)")
     folder = Path(output_dir or str(tree["output_dir"]))
     fetch_run(url, folder)
     return folder / RECIPE_FILE
@@ -202,15 +211,19 @@ def fetch_run(url: str, folder: Path) -> None:
         raise UserError(f"--resume: '{url}' holds no run with a whole checkpoint; give the checkpoint.store of a run")
     step = max(manifests)
     has_run = (folder / RECIPE_FILE).exists()
-    saved = [int(path.parent.name.removeprefix("step_")) for path in folder.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}")]
+    there = [path.parent.name for path in folder.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}")]
+    saved = [int(match[1]) for match in map(STEP_NAME.fullmatch, there) if match is not None]
     if has_run and max(saved, default=0) >= step:
         return
     target = folder if has_run else folder.absolute().with_name(f".{folder.absolute().name}.fetched")
     if has_run:
         refuse_live(folder)
-        if _run_of((folder / RUN_FILE).read_bytes()) != _run_of(store.read(RUN_FILE) or b"{}"):
+        run_file = folder / RUN_FILE
+        if _run_of(run_file.read_bytes() if run_file.is_file() else b"") != _run_of(store.read(RUN_FILE) or b""):
             raise UserError(f"{_FIELD}: '{url}' holds another run than '{folder}'; give one of them another place")
     else:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):  # before much is fetched in vain
+            raise UserError(f"output_dir: '{folder}' is no empty folder, and holds no run; choose another one")
         shutil.rmtree(target, ignore_errors=True)  # of a fetch that was killed
     for name in sizes:
         if name in JOURNAL or _STEP_FILE.fullmatch(name):
@@ -261,7 +274,7 @@ class Uploads:
         self._known: dict[str, object] = {}  # by name of an object: its manifest entry, size or digest
         self._lists = set[str]()  # of uploads that were not completed
         self._last_step, self._num_failed = 0, 0
-        self._error: UserError | None = None  # of the last upload
+        self._error: Exception | None = None  # of the last upload
         self._figures: dict[str, float] = {}
 
     def begin(self, start: int) -> None:
@@ -327,7 +340,7 @@ class Uploads:
         for number in range(TRIES):
             try:
                 sent = self._send_checkpoint(path, manifest)
-            except UserError as error:
+            except (UserError, OSError, ValueError) as error:  # also of the run's own files, or a damaged list
                 self._error = error
                 if isinstance(error, StoreLost):
                     break
@@ -386,10 +399,9 @@ class Uploads:
         return sent
 
     def _refuse_other_holder(self) -> None:
-        if self._store.read(HOLDER) != self._token:
-            raise StoreLost(
-                f"{_FIELD}: another process continues the run in '{self._store.url}'; this one sends no more"
-            )
+        if (holder := self._store.read(HOLDER)) != self._token:
+            what = f"'{HOLDER}' was removed" if holder is None else "another process continues the run"
+            raise StoreLost(f"{_FIELD}: {what} in '{self._store.url}'; this one sends no more")
 
     def _prune(self, exempt_until: Collection[int]) -> None:
         if self._error is not None:
@@ -410,7 +422,7 @@ class Uploads:
                 self._remove(step)
             for listed in sorted(self._lists):
                 self._clear(listed)
-        except UserError as error:
+        except (UserError, ValueError) as error:
             self.warn(f"old checkpoints of the store were not removed: {error}")
 
     def _remove(self, step: int) -> None:

@@ -94,7 +94,8 @@ def test_wrong_stores_are_refused_by_check_and_train(
     (files / "notes.txt").write_text("a user's own")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_tree(model, tmp_path / "run", CHANGES)))
-    for url in ("nope://bucket/mine", "gs://bucket/mine", "runs/mine", f"file://{files}"):
+    own = f"file://{tmp_path / 'run'}"  # its output_dir
+    for url in ("nope://bucket/mine", "gs://bucket/mine", "runs/mine", f"file://{files}", own):
         for verb in ("check", "train"):
             assert run_command([verb, str(recipe), f"checkpoint.store={url}"]) == 2, url
             assert "checkpoint.store" in capsys.readouterr().err, url

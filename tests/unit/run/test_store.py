@@ -12,7 +12,7 @@ import torch
 
 from octetrl.config.schema import CheckpointConfig
 from octetrl.run import store as module
-from octetrl.run.store import RunStore, Uploads, fetch_run
+from octetrl.run.store import RunStore, Uploads, fetch_recipe, fetch_run
 from octetrl.system.errors import RunFailed, UserError
 from octetrl.trainer import checkpoint
 from tests.unit.run.s3_server import s3_url
@@ -88,10 +88,11 @@ def test_a_stored_run_comes_back_as_it_was(url: str, folder: Path, tmp_path: Pat
     last = {name: content for name, content in whole.items() if "step_000001/" not in name}
     assert fetched_files(url, tmp_path / "there") == last
     store = RunStore(url)
-    store.write("checkpoints/step_000002/tokenizer.json", SAME[:-1] + b"x")
-    with pytest.raises(UserError, match=r"tokenizer\.json was altered"):
-        fetch_run(url, tmp_path / "damaged")
-    assert not (tmp_path / "damaged").exists()
+    for damaged in (SAME[:-1] + b"x", SAME + b"x"):
+        store.write("checkpoints/step_000002/tokenizer.json", damaged)
+        with pytest.raises(UserError, match=r"tokenizer\.json was altered"):
+            fetch_run(url, tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
 
 
 def test_what_the_store_has_is_not_sent_again(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,12 +239,44 @@ def test_another_runs_store_and_an_older_folder(url: str, folder: Path, tmp_path
     fetch_run(url, there)  # which gets the later one too
     assert sorted(path.name for path in (there / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
     assert (there / "metrics.jsonl").read_text() == (folder / "metrics.jsonl").read_text()
+    (there / "checkpoints" / "step_000002").rename(there / "checkpoints" / "step_000009_best")  # a user's own
+    fetch_run(url, there)
+    assert (there / "checkpoints" / "step_000002").is_dir()
     (there / "run.json").write_text('{"run": "another"}')
     send(url, folder, save(folder, 3), start=2)
     with pytest.raises(UserError, match="another run"):
         fetch_run(url, there)
+    (there / "run.json").unlink()
+    with pytest.raises(UserError, match="another run"):
+        fetch_run(url, there)
     with pytest.raises(UserError, match="another run"):
         Uploads(url, CheckpointConfig(), folder, "theirs").begin(0)
+
+
+def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(url: str, folder: Path, tmp_path: Path) -> None:
+    send(url, folder, save(folder, 1))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("a user's own")
+    for place in (tmp_path / "taken", tmp_path / "taken" / "notes.txt"):
+        with pytest.raises(UserError):
+            fetch_run(url, place)
+    assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+    for content in (b"[1, 2]", b"steps: 9", b"\xff"):
+        RunStore(url).write("config.yaml", content)
+        with pytest.raises(UserError):
+            fetch_recipe(url, None)
+
+
+def test_a_checkpoint_that_cannot_be_read_counts_as_not_sent(url: str, folder: Path) -> None:
+    sending, warned = uploads(url, folder), list[str]()
+    sending.warn = warned.append
+    path = save(folder, 1)
+    manifest = sending_manifest(path)
+    (path / checkpoint.MANIFEST).unlink()
+    sending._send(path, manifest)
+    assert sending.figures()["checkpoint/failed_uploads"] == 1 and len(warned) == 1
+    with pytest.raises(RunFailed):
+        sending.finish()
 
 
 def test_a_bucket_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
