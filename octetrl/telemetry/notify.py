@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 from octetrl.config.schema import NotifyConfig
 from octetrl.system.text import counted
@@ -40,6 +42,15 @@ def notify_problems(config: NotifyConfig | None) -> Iterator[str]:
 def _address(webhook: str) -> str | None:
     found = webhook if "://" in webhook else os.environ.get(webhook, "")
     return found if found.startswith(("http://", "https://")) else None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: urllib would follow it by GET, without the message, and report success."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None: ...
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class Notifier:
@@ -102,14 +113,24 @@ class Notifier:
         if address is None:
             return False
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self._config.timeout_seconds):  # raises for a status from 400
+        with _OPENER.open(request, timeout=self._config.timeout_seconds):  # raises for a status from 300
             return True
 
     def _run(self, body: bytes) -> bool:
         if not self._config.command:
             return False
-        seconds = self._config.timeout_seconds
-        subprocess.run(self._config.command, input=body, capture_output=True, timeout=seconds, check=True)
+        quiet = subprocess.DEVNULL  # a pipe would also wait for programs that it left in the background
+        with subprocess.Popen(
+            self._config.command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        ) as program:
+            try:
+                program.communicate(body, self._config.timeout_seconds)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(program.pid, signal.SIGKILL)  # with the programs that it started
+                raise
+        if program.returncode:
+            raise subprocess.CalledProcessError(program.returncode, self._config.command)
         return True
 
 

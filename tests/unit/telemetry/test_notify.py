@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,13 +21,20 @@ from octetrl.telemetry.notify import notify_problems, notifying
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
-    """What was posted to the address in the variable HOOK; with "refuse" in its text, status 500."""
+    """What was posted to the address in the variable HOOK; with "refuse" in its text, status 500. One with "moved" is
+    redirected to where a GET succeeds."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(500 if "refuse" in bodies[-1]["text"] else 200)
+            text = bodies[-1]["text"]
+            self.send_response(500 if "refuse" in text else 302 if "moved" in text else 200)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: object) -> None: ...
@@ -89,6 +97,32 @@ def test_failures_are_counted_and_end_nothing(
     assert len(posted) == 2 and "3 of 4 messages failed" in warned[-1] and len(warned) == 2
     with notifying(None, folder, warned.append) as tell:
         assert tell(1, ["as it is"]) == ["as it is"]
+
+
+def test_a_redirect_is_a_failure(folder: Path, posted: list[dict[str, Any]]) -> None:
+    warned = list[str]()
+    with notifying(NotifyConfig(webhook="HOOK", events=("warning",)), folder, warned.append) as tell:
+        tell(1, ["it moved"])
+    assert len(posted) == 1 and "1 of 1 message failed" in warned[-1]
+
+
+@pytest.mark.parametrize(("waits", "failed"), [("wait", 1), ("exit", 0)])
+def test_a_command_that_starts_others(folder: Path, waits: str, failed: int) -> None:
+    """They end with a command that is too slow, and keep none that has ended."""
+    alive = folder / "alive"
+    alive.touch()
+    program = f"(while test -e {alive}; do sleep 0.05; done; touch {folder}/outlived) & {waits}"
+    limit = 1.0 if failed else 60.0
+    config = NotifyConfig(command=("sh", "-c", program), events=("end",), timeout_seconds=limit)
+    warned = list[str]()
+    with notifying(config, folder, warned.append):
+        pass
+    alive.unlink()
+    assert len([text for text in warned if "1 of 1 message failed" in text]) == failed
+    until = time.monotonic() + limit
+    while not (folder / "outlived").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert (folder / "outlived").exists() == (not failed)
 
 
 def test_what_is_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
