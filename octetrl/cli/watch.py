@@ -29,7 +29,7 @@ def watch(
         refuse_empty(run, "run", "the folder of a run")
         folder = Path(run)
         if not any((folder / name).is_file() for name in (RECIPE_FILE, METRICS_FILE, LOCK)):
-            hint = runs_in(folder) if folder.is_dir() else nearest_file(folder)
+            hint = runs_in(folder) if folder.is_dir() else "" if folder.exists() else nearest_file(folder)
             raise UserError(f"watch: '{run}' holds no run; give the folder of a run{hint}")
     from octetrl.server.address import bound, is_of_this_machine, url_of
     from octetrl.server.watch import serve_watch, watch_app
@@ -42,4 +42,4 @@ def watch(
         )
     with bound(host, port) as listening:
         typer.echo(f"watching at {url_of(host, listening.getsockname()[1], '/')}", err=True)
-        serve_watch(watch_app([Path(run) for run in runs], is_local=is_local), listening)
+        serve_watch(watch_app([Path(run) for run in runs], local_name=host if is_local else None), listening)

@@ -9,6 +9,7 @@ The page is computed when a file of a run has changed, once for all who ask. Its
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -82,11 +83,13 @@ class Watched:
         return [read_run(folder) for folder in self._folders if _has_step(folder)]
 
     def metrics(self) -> bytes:
-        rows = []
-        for run in self.records():
+        rows, records = [], self.records()
+        names = Counter(run.name for run in records)
+        for run in records:
             live = {"live": float(is_held(run.folder)), "warnings": float(len(run.warnings))}
             ended = run.ending.how if run.ending is not None else ""
-            rows.append((run.name, {**run.rows[-1], **live, "failed": ended == FAILED, "finished": ended == FINISHED}))
+            name = run.name if names[run.name] == 1 else str(run.folder)
+            rows.append((name, {**run.rows[-1], **live, "failed": ended == FAILED, "finished": ended == FINISHED}))
         return run_meters(rows)
 
     def _states(self) -> Iterator[object]:
@@ -101,18 +104,21 @@ def _has_step(folder: Path) -> bool:
 
 
 def _state(folder: Path) -> str:
+    if not folder.is_dir():
+        return "removed"
     step = f"step {last_step(folder / METRICS_FILE)}" if _has_step(folder) else "no step yet"
     return f"{step}, running" if is_held(folder) else step
 
 
 def _page(runs: Sequence[RunRecord], waiting: Sequence[Path]) -> str:
     """The report of the runs with a step, above it the names of the others."""
-    lines = "".join(f"<p>{escape(folder.resolve().name)} has no finished step yet.</p>" for folder in waiting)
+    says = {True: "has no finished step yet", False: "was removed"}
+    lines = "".join(f"<p>{escape(one.resolve().name)} {says[one.is_dir()]}.</p>" for one in waiting)
     return report_page(runs, SCRIPT).replace("<main>", f"<main>{lines}", 1)
 
 
-def watch_app(folders: Sequence[Path], *, is_local: bool) -> Starlette:
-    """is_local: only this machine reaches it, so a page of another name that leads here is refused."""
+def watch_app(folders: Sequence[Path], *, local_name: str | None) -> Starlette:
+    """local_name: the address, if only this machine reaches it; a page of another name that leads here is refused."""
     watched = Watched(folders)
 
     def page(request: Request) -> Response:
@@ -129,7 +135,8 @@ def watch_app(folders: Sequence[Path], *, is_local: bool) -> Starlette:
     def metrics(request: Request) -> Response:
         return Response(watched.metrics(), media_type="text/plain; version=0.0.4")
 
-    guard = [Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL)] if is_local else []
+    hosts = [*_LOCAL, *([] if local_name is None else [local_name.lower()])]
+    guard = [] if local_name is None else [Middleware(TrustedHostMiddleware, allowed_hosts=hosts)]
     return Starlette(routes=[Route("/", page), Route("/metrics", metrics)], middleware=guard)
 
 

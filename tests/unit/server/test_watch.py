@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ except ImportError as error:
 
 
 def client(*folders: Path, is_local: bool = True) -> TestClient:
-    return TestClient(watch_app(folders, is_local=is_local), base_url="http://localhost:8700")
+    app = watch_app(folders, local_name="machine.local" if is_local else None)
+    return TestClient(app, base_url="http://localhost:8700")
 
 
 def test_the_page_changes_with_the_runs_and_only_then(tmp_path: Path) -> None:
@@ -80,10 +82,21 @@ def test_metrics_are_those_of_the_last_step(tmp_path: Path) -> None:
     assert not any(line.startswith("octetrl_run_loss{") for line in lines)
 
 
+def test_runs_of_one_name_and_a_removed_one(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / parent / "run", steps) for parent, steps in (("a", 3), ("b", 5))]
+    with client(*runs) as asked:
+        lines = asked.get("/metrics").text.splitlines()
+        assert all(f'octetrl_run_step{{run="{run}"}} {step}.0' in lines for run, step in zip(runs, (3, 5), strict=True))
+        shutil.rmtree(runs[0])
+        answer = asked.get("/")
+    assert answer.headers["x-runs"] == "run: removed; run: step 5" and "run was removed." in answer.text
+
+
 def test_who_may_ask(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with client(run) as asked:
         assert asked.get("/", headers={"Host": "elsewhere.example"}).status_code == 400
+        assert asked.get("/", headers={"Host": "Machine.local:8700"}).status_code == 200  # which it listens on
     with client(run, is_local=False) as asked:
         assert asked.get("/", headers={"Host": "elsewhere.example"}).status_code == 200
     assert run_command(["watch", str(run), "--host", "0.0.0.0"]) == 2
