@@ -37,6 +37,7 @@ from octetrl.config.ranking import kept_steps
 from octetrl.config.schema import CheckpointConfig, Recipe
 from octetrl.run.folder.layout import CHECKPOINTS, RECIPE_FILE, REPORT, refuse_live
 from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.files import folder_lock
 from octetrl.telemetry.curves import short_reason
 from octetrl.telemetry.rollouts import EVALUATIONS, ROLLOUTS
 from octetrl.telemetry.sinks import HISTORY_FILE, METRICS_FILE, RUN_FILE, WARNINGS
@@ -224,18 +225,22 @@ def fetch_run(url: str, folder: Path) -> None:
     else:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):  # before much is fetched in vain
             raise UserError(f"output_dir: '{folder}' is no empty folder, and holds no run; choose another one")
-        shutil.rmtree(target, ignore_errors=True)  # of a fetch that was killed
-    for name in sizes:
-        if name in JOURNAL or _STEP_FILE.fullmatch(name):
-            store.get(name, aside := target / f"{name}.partial")
-            aside.replace(target / name)
-    _fetch_checkpoint(store, step, manifests[step], target / CHECKPOINTS)
-    if target != folder:
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            target.rename(folder)  # also in place of an empty one
-        except OSError as error:
-            raise UserError(f"output_dir: '{folder}' can't take the run of '{url}' ({error.strerror})") from error
+        target.mkdir(parents=True, exist_ok=True)
+    with folder_lock(target) as is_free:
+        if not is_free:
+            raise UserError(f"output_dir: another process fetches a run into '{folder}'; wait for it, then try again")
+        for left in () if has_run else list(target.iterdir()):  # by a fetch that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for name in sizes:
+            if name in JOURNAL or _STEP_FILE.fullmatch(name):
+                store.get(name, aside := target / f"{name}.partial")
+                aside.replace(target / name)
+        _fetch_checkpoint(store, step, manifests[step], target / CHECKPOINTS)
+        if not has_run:
+            try:
+                target.rename(folder)  # also in place of an empty one
+            except OSError as error:
+                raise UserError(f"output_dir: '{folder}' can't take the run of '{url}' ({error.strerror})") from error
 
 
 def _fetch_checkpoint(store: RunStore, step: int, manifest: Manifest, folder: Path) -> None:

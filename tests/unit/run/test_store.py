@@ -14,6 +14,7 @@ from octetrl.config.schema import CheckpointConfig
 from octetrl.run import store as module
 from octetrl.run.store import RunStore, Uploads, fetch_recipe, fetch_run
 from octetrl.system.errors import RunFailed, UserError
+from octetrl.system.files import folder_lock
 from octetrl.trainer import checkpoint
 from tests.unit.run.s3_server import s3_url
 
@@ -261,6 +262,13 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_fetched(url: str, f
         with pytest.raises(UserError):
             fetch_run(url, place)
     assert [path.name for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+    fetching = tmp_path / ".there.fetched"
+    (fetching / "checkpoints").mkdir(parents=True)
+    with folder_lock(fetching), pytest.raises(UserError):
+        fetch_run(url, tmp_path / "there")
+    assert (fetching / "checkpoints").is_dir()  # of the process that fetches
+    fetch_run(url, tmp_path / "there")
+    assert not fetching.exists()
     for content in (b"[1, 2]", b"steps: 9", b"\xff"):
         RunStore(url).write("config.yaml", content)
         with pytest.raises(UserError):
