@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,6 +192,26 @@ def test_groups_of_workers_take_the_long_micro_batches_where_others_would_wait()
         if samples == 256:
             assert grouped == whole
     assert found == {64: [0.5, 1.0], 256: [1.0, 1.0]}
+
+
+def test_a_shared_micro_batch_has_one_place_in_the_lists_of_its_workers() -> None:
+    """With `gradients: sharded` all workers wait for each other after every micro-batch."""
+    draw, seen = random.Random(0), Counter[int]()
+    for _ in range(20):
+        lengths = [min(8192, int(draw.lognormvariate(6.5, 1.2)) + 2) for _ in range(40)]
+        samples = [Sample((1,) * n, (False, *[True] * (n - 1)), None, 1.0, None) for n in lengths]
+        batch = pack(samples, PackingLayout(8192), "token")
+        mixed = tuple(draw.sample(batch.minibatches[0], len(batch.minibatches[0])))
+        parts = deal(replace(batch, minibatches=(mixed,)), 8, replace(COSTS, groups=(1, 2, 4, 8)))
+        places: dict[int, list[tuple[int, int]]] = {}
+        for worker, part in enumerate(parts):
+            for place, one in enumerate(part.minibatches[0]):
+                if one.shared is not None:
+                    places.setdefault(id(one.token_ids_T), []).append((worker - one.shared.first, place))
+        for members in places.values():
+            assert members == [(rank, members[0][1]) for rank in range(len(members))]
+            seen[len(members)] += 1
+    assert set(seen) == {2, 4}
 
 
 def test_each_worker_of_a_group_has_a_block_of_tokens() -> None:
