@@ -303,6 +303,12 @@ class StateScheduler(Scheduler):
         self._joined_with.pop(sequence, None)
         self._forget_page_copies(pages)
 
+    def _grow(self, sequence: RunningSequence, step: Step, until: int | None = None) -> bool:
+        waiting = {target: source for source, target in self._page_copies}  # a copy of a copy is of the first page
+        has_grown = super()._grow(sequence, step, until)
+        step.page_copies = [(waiting.get(source, source), target) for source, target in step.page_copies]
+        return has_grown
+
     def _forget_page_copies(self, pages: Sequence[int]) -> None:
         """Drops pending copies to pages that have been released by their last owner."""
         self._page_copies = [copy for copy in self._page_copies if copy[1] not in pages or self.blocks.is_used(copy[1])]

@@ -126,6 +126,18 @@ def test_the_next_turn_continues_from_the_last_snapshot_that_its_tokens_have(pag
     assert simulation.prefilled == 299
 
 
+@pytest.mark.parametrize("siblings", [1, 2, 3])
+@pytest.mark.parametrize("prompt", [65, 100, 193])
+def test_siblings_of_a_prompt_that_is_cached_whole_have_its_part_of_a_page(prompt: int, siblings: int) -> None:
+    simulation = StateSimulation(40, 4, 2048, page=128)
+    simulation.run(sequences_of(prompt, siblings, 10))
+    simulation.open()
+    simulation.prefilled = 0
+    simulation.slots |= {(page, offset): -7 for page in simulation.blocks._blank for offset in range(128)}
+    simulation.run(sequences_of(prompt, siblings, 10))
+    assert simulation.prefilled == (prompt - 1) % CHUNK
+
+
 def test_pages_and_snapshots_go_together_and_the_oldest_goes_first() -> None:
     simulation, tokens = conversation(page=64, snapshots=1)
     assert len(simulation.blocks._snapshots) == 2  # a slot for prompts is one more
