@@ -106,6 +106,13 @@ def test_a_redirect_is_a_failure(folder: Path, posted: list[dict[str, Any]]) -> 
     assert len(posted) == 1 and "1 of 1 message failed" in warned[-1]
 
 
+def test_a_command_that_exits_with_an_error_is_a_failure(folder: Path) -> None:
+    warned = list[str]()
+    with notifying(NotifyConfig(command=("sh", "-c", "exit 3")), folder, warned.append):
+        pass
+    assert "1 of 1 message failed" in warned[-1]
+
+
 @pytest.mark.parametrize(("waits", "failed"), [("wait", 1), ("exit", 0)])
 def test_a_command_that_starts_others(folder: Path, waits: str, failed: int) -> None:
     """They end with a command that is too slow, and keep none that has ended."""
