@@ -14,7 +14,7 @@ snapshot of its sequence's last whole chunk, which has the key of the pages up t
 
 Prompts and snapshots share the slots behind those of the rows. If none is free, the snapshot that was used longest ago
 makes room; one whose page is used for something else goes with the page. A hit that ends within a page copies the page.
-On a GPU an answer that ends within two tokens behind a whole chunk leaves no snapshot: forwards that were launched
+On a GPU an answer that ends up to two tokens before a whole chunk does leaves no snapshot: forwards that were launched
 before its end was known have moved its slot to the next chunk.
 
 **Drafts** are rows behind their sequence's own one, in one chunk. Those that turn out wrong are open rows, which the
