@@ -114,22 +114,20 @@ class RunStore:
         with self._explained("write to"):
             if self._fs.async_impl:
                 return self._fs.pipe_file(self._at(name), content)
+            self._make_folder_of(name)
             folder, _, last = self._at(name).rpartition("/")
-            self._fs.makedirs(folder, exist_ok=True)
             self._fs.pipe_file(f"{folder}/.{last}.partial", content)
             self._fs.mv(f"{folder}/.{last}.partial", self._at(name))
 
     def put(self, name: str, path: Path) -> None:
         with self._explained("write to"):
-            if not self._fs.async_impl:
-                self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+            self._make_folder_of(name)
             self._fs.put_file(str(path), self._at(name))
 
     def copy(self, source: str, name: str) -> bool:
         """Copies an object within the store. False: the store can't."""
         with self._explained("write to"):
-            if not self._fs.async_impl:
-                self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+            self._make_folder_of(name)
             try:
                 self._fs.cp_file(self._at(source), self._at(name))
             except (NotImplementedError, FileNotFoundError):
@@ -155,6 +153,10 @@ class RunStore:
         found = {int(match[1]): name for name in names if (match := _MANIFEST.fullmatch(name))}
         read = {step: parse_manifest(self.read(name) or b"") for step, name in sorted(found.items())}
         return {step: manifest for step, manifest in read.items() if manifest is not None}
+
+    def _make_folder_of(self, name: str) -> None:
+        if not self._fs.async_impl:  # object stores have no folders
+            self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -183,10 +185,7 @@ def refuse_store(recipe: Recipe, *, resumes: bool) -> None:
 def fetch_if_ahead(recipe: Recipe) -> None:
     """For a run that resumes: fetches a later checkpoint than output_dir has, if the recipe's store has one."""
     if recipe.checkpoint.store is not None:
-        refuse_store(recipe, resumes=True)
-        store = RunStore(recipe.checkpoint.store)
-        if store.manifests(store.sizes()):
-            fetch_run(store.url, Path(recipe.output_dir))
+        fetch_run(recipe.checkpoint.store, Path(recipe.output_dir))
 
 
 def fetch_recipe(url: str, output_dir: str | None) -> Path:
@@ -198,24 +197,25 @@ def fetch_recipe(url: str, output_dir: str | None) -> Path:
     if not isinstance(tree, dict) or "output_dir" not in tree:
         raise UserError(f"--resume: {url}/{RECIPE_FILE} is not the recipe of a run (no output_dir)")
     folder = Path(output_dir or str(tree["output_dir"]))
-    fetch_run(url, folder)
+    if not fetch_run(url, folder):
+        raise UserError(f"--resume: '{url}' holds no run with a whole checkpoint; give the checkpoint.store of a run")
     return folder / RECIPE_FILE
 
 
-def fetch_run(url: str, folder: Path) -> None:
+def fetch_run(url: str, folder: Path) -> bool:
     """Copies a stored run into `folder`, with its last checkpoint, verified. Leaves a folder that has this or a later
-    one as it is. One with an earlier checkpoint of the run gets the later one too."""
+    one as it is. One with an earlier checkpoint of the run gets the later one too. False: there is no whole one."""
     store = RunStore(url)
     sizes = store.sizes()
     manifests = store.manifests(sizes)
     if not manifests:
-        raise UserError(f"--resume: '{url}' holds no run with a whole checkpoint; give the checkpoint.store of a run")
+        return False
     step = max(manifests)
     has_run = (folder / RECIPE_FILE).exists()
     there = [path.parent.name for path in folder.glob(f"{CHECKPOINTS}/step_*/{MANIFEST}")]
     saved = [int(match[1]) for match in map(STEP_NAME.fullmatch, there) if match is not None]
     if has_run and max(saved, default=0) >= step:
-        return
+        return True
     target = folder if has_run else folder.absolute().with_name(f".{folder.absolute().name}.fetched")
     if has_run:
         refuse_live(folder)
@@ -223,7 +223,7 @@ def fetch_run(url: str, folder: Path) -> None:
         if _run_of(run_file.read_bytes() if run_file.is_file() else b"") != _run_of(store.read(RUN_FILE) or b""):
             raise UserError(f"{_FIELD}: '{url}' holds another run than '{folder}'; give one of them another place")
     else:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):  # before much is fetched in vain
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"output_dir: '{folder}' is no empty folder, and holds no run; choose another one")
         target.mkdir(parents=True, exist_ok=True)
     with folder_lock(target) as is_free:
@@ -241,6 +241,7 @@ def fetch_run(url: str, folder: Path) -> None:
                 target.rename(folder)  # also in place of an empty one
             except OSError as error:
                 raise UserError(f"output_dir: '{folder}' can't take the run of '{url}' ({error.strerror})") from error
+    return True
 
 
 def _fetch_checkpoint(store: RunStore, step: int, manifest: Manifest, folder: Path) -> None:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from octetrl.config.schema import TrainerConfig
-from octetrl.kernels.quantize.count_poisoned import count_poisoned
-from octetrl.layers.context import PackedContext, RouterRecord
+from octetrl.layers.context import RouterRecord
 from octetrl.layers.token_group import TokenGroup
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch, PackedBatch, SharedBy
@@ -64,31 +63,22 @@ class ContextForward(Forward):
         kv: KVReplay,
         kv_amax_LS: Tensor | None = None,
         routers: RouterRecord | None = None,
+        group: TokenGroup | None = None,
     ) -> Tensor:
         """Hidden states [t, E]."""
-        if micro_batch.shared is None:
-            return super().hidden(micro_batch, kv, kv_amax_LS, routers)
-        group = self.groups.of(micro_batch.shared)
-        if routers is not None:
-            routers.group = group
-        bounds, scale_LS = (micro_batch.cu_seqlens_B1, micro_batch.max_seqlen), kv.scale_of(micro_batch)
-        context = PackedContext(*bounds, kv.kv_mode, scale_LS, kv_amax_LS, routers, group)
-        token_ids_t, positions_t = micro_batch.token_ids_T[group.own_rows], micro_batch.positions_T[group.own_rows]
-        hidden_tE: Tensor = self.model(token_ids_t, positions_t, context, self._run_layer)
-        count_poisoned(hidden_tE.detach(), self._poisoned)
-        return hidden_tE
+        if micro_batch.shared is not None:
+            group = self.groups.of(micro_batch.shared)
+            token_ids_t, positions_t = micro_batch.token_ids_T[group.own_rows], micro_batch.positions_T[group.own_rows]
+            micro_batch = replace(micro_batch, token_ids_T=token_ids_t, positions_T=positions_t)
+            if routers is not None:
+                routers.group = group
+        return super().hidden(micro_batch, kv, kv_amax_LS, routers, group)
 
-    def predictors(
-        self,
-        micro_batch: MicroBatch,
-        kv: KVReplay,
-        kv_amax_LS: Tensor | None = None,
-        routers: RouterRecord | None = None,
-    ) -> Tensor:
+    def predictors(self, micro_batch: MicroBatch, *given: Any, **named: Any) -> Tensor:
         """Hidden states [n, E]; of a worker without trained tokens one row, from which nothing is predicted."""
         if micro_batch.shared is None:
-            return super().predictors(micro_batch, kv, kv_amax_LS, routers)
-        hidden_tE = self.hidden(micro_batch, kv, kv_amax_LS, routers)
+            return super().predictors(micro_batch, *given, **named)
+        hidden_tE = self.hidden(micro_batch, *given, **named)
         group, (start, stop) = self.groups.of(micro_batch.shared), self._trained(micro_batch.shared)
         if start == stop:
             return hidden_tE[:1]
@@ -163,15 +153,10 @@ class ContextTrainer(Trainer):
                 prepared.micro_batch = replace(micro_batch, advantages_N=advantages_N)
 
     def backward(
-        self,
-        step: OptimizerStep,
-        prepared: PreparedMicroBatch,
-        means: MetricMeans,
-        amax_LS: Tensor | None,
-        found: list[str | None] | None = None,
+        self, step: OptimizerStep, prepared: PreparedMicroBatch, means: MetricMeans, *given: Any, **named: Any
     ) -> Accumulated:
         reports = prepared.micro_batch.reports
-        accumulated = super().backward(step, prepared, means if reports else _OfRouters(means), amax_LS, found)
+        accumulated = super().backward(step, prepared, means if reports else _OfRouters(means), *given, **named)
         return accumulated if reports else Accumulated(*map(torch.zeros_like, accumulated))
 
     def agree(self, prepared: PreparedMicroBatch, error: str | None) -> str | None:

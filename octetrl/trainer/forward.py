@@ -18,6 +18,7 @@ from torch import Tensor
 from octetrl.config.schema import TrainerConfig
 from octetrl.kernels.quantize.count_poisoned import count_poisoned
 from octetrl.layers.context import PackedContext, RouterRecord
+from octetrl.layers.token_group import TokenGroup
 from octetrl.models.decoder import Decoder
 from octetrl.records import MicroBatch
 from octetrl.shapes.blocks import KVMode
@@ -72,16 +73,12 @@ class Forward:
         kv: KVReplay,
         kv_amax_LS: Tensor | None = None,
         routers: RouterRecord | None = None,
+        group: TokenGroup | None = None,
     ) -> Tensor:
-        """Hidden states [T, E] after the last norm. Raises `kv_amax_LS` in place and fills in `routers` if given."""
-        context = PackedContext(
-            cu_seqlens_B1=micro_batch.cu_seqlens_B1,
-            max_seqlen=micro_batch.max_seqlen,
-            kv_mode=kv.kv_mode,
-            kv_scale_LS=kv.scale_of(micro_batch),
-            kv_amax_LS=kv_amax_LS,
-            routers=routers,
-        )
+        """Hidden states [T, E] after the last norm. Raises `kv_amax_LS` in place and fills in `routers` if given.
+        `group`: the workers that share the sequences; the micro-batch has the tokens of this one."""
+        bounds, scale_LS = (micro_batch.cu_seqlens_B1, micro_batch.max_seqlen), kv.scale_of(micro_batch)
+        context = PackedContext(*bounds, kv.kv_mode, scale_LS, kv_amax_LS, routers, group)
         hidden_TE: Tensor = self.model(micro_batch.token_ids_T, micro_batch.positions_T, context, self._run_layer)
         count_poisoned(hidden_TE.detach(), self._poisoned)
         return hidden_TE

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.house.tree import REPO
 
 # At most, by step_trace.py; these may only fall.
-ENTERED = {"files": 107, "lines": 19_520, "functions": 762, "executed": 3_397}
+ENTERED = {"files": 107, "lines": 19_515, "functions": 762, "executed": 3_393}
 PATH = r"^\| `(octetrl/[\w/]+\.py)` \|"
 
 
